@@ -1,0 +1,24 @@
+"""What gradweave says to the user while it works: through one logger, on one rank, once."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+
+logger = logging.getLogger("gradweave")
+"""Silent until the application configures logging, as is the custom for libraries."""
+
+
+def announce(message: str, *, level: int = logging.INFO) -> None:
+    """Logs a message the first time it is given in this process, on rank 0 only.
+
+    The rank is ``RANK`` of the environment, as torchrun sets it; without it this is rank 0.
+    """
+    if os.environ.get("RANK", "0") == "0":
+        _log_once(message, level)
+
+
+@cache
+def _log_once(message: str, level: int) -> None:
+    logger.log(level, message)

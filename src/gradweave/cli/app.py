@@ -1,0 +1,59 @@
+"""The ``gradweave`` command: its sub-commands, and how errors reach the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from gradweave import __version__
+from gradweave.cli.simulate import simulate_app
+from gradweave.errors import GradweaveError
+
+app = typer.Typer(
+    name="gradweave",
+    help="PyTorch training made faster by weaving the work of a training step together.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(simulate_app, name="simulate")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradweave {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Runs the command line; what the user got wrong is one line on stderr and exit status 2."""
+    try:
+        status = app(standalone_mode=False)
+    except GradweaveError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        # Typer may or may not bring its own copy of click: know its usage errors by what they can do.
+        described = getattr(error, "format_message", None)
+        if described is None:
+            raise
+        _fail(described())
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str) -> None:
+    line = " ".join(message.split())
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)

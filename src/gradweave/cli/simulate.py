@@ -1,0 +1,213 @@
+"""``gradweave simulate``: schedules on devices that need not exist, as numbers and a picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradweave.cli.tables import print_results, progress
+from gradweave.errors import ArgumentError
+from gradweave.schedule import (
+    Costs,
+    Link,
+    Schedule,
+    TaskGraph,
+    Timeline,
+    data_parallel,
+    hierarchical,
+    network,
+    pipeline,
+    plan,
+    save_timelines,
+    single,
+)
+from gradweave.schedule.planning import policies_for
+
+simulate_app = typer.Typer(help="Simulate schedules and compare them.", no_args_is_help=True)
+
+PolicyOption = Annotated[str, typer.Option("--policy", help='Policies, comma-separated, or "all" that fit.')]
+NetworkOption = Annotated[str, typer.Option(help='A known network, "uniform", or a cost file (.json).')]
+LayersOption = Annotated[int | None, typer.Option(help='Number of layers; only with "--network uniform".')]
+BatchOption = Annotated[int, typer.Option(help="Samples per micro-batch of a known network.")]
+StepsOption = Annotated[int, typer.Option(help="Complete training steps.")]
+NextForwardOption = Annotated[bool, typer.Option(help="Add the forward of one more step.")]
+LinkOption = Annotated[str, typer.Option(help='Rate and latency, as in "25Gbit/s,10us"; or "free".')]
+BudgetOption = Annotated[int | None, typer.Option(help="Most bytes of activations and gradients per device.")]
+BucketOption = Annotated[int | None, typer.Option(help="Bytes per message; 0 sends one per layer.")]
+OutOption = Annotated[Path | None, typer.Option(help="Picture (.png, .svg, .pdf) or Perfetto trace (.json).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@simulate_app.command("single")
+def simulate_single(
+    policy: PolicyOption = "all",
+    network: NetworkOption = "densenet121",
+    layers: LayersOption = None,
+    batch: BatchOption = 32,
+    steps: StepsOption = 2,
+    next_forward: NextForwardOption = True,
+    byte_budget: BudgetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """One device: when weight gradients and updates run."""
+    graph = single(_costs(network, layers, batch), steps=steps, next_forward=next_forward)
+    _simulate(graph, policy, {}, byte_budget, out, as_json)
+
+
+@simulate_app.command("data-parallel")
+def simulate_data_parallel(
+    policy: PolicyOption = "all",
+    network: NetworkOption = "resnet50",
+    layers: LayersOption = None,
+    batch: BatchOption = 32,
+    devices: Annotated[int, typer.Option(help="Number of replicas.")] = 8,
+    link: LinkOption = "100Gbit/s,5us",
+    steps: StepsOption = 6,
+    next_forward: NextForwardOption = True,
+    bucket_bytes: BucketOption = None,
+    k: Annotated[int | None, typer.Option(help="Layers that reverse_first_k reverses; searched if absent.")] = None,
+    byte_budget: BudgetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Replicas that average gradients over a link."""
+    graph = data_parallel(
+        _costs(network, layers, batch),
+        replicas=devices,
+        link=Link.parse(link),
+        steps=steps,
+        next_forward=next_forward,
+    )
+    _simulate(graph, policy, {"bucket_bytes": bucket_bytes, "k": k}, byte_budget, out, as_json)
+
+
+@simulate_app.command("pipeline")
+def simulate_pipeline(
+    policy: PolicyOption = "all",
+    network: NetworkOption = "uniform",
+    layers: LayersOption = None,
+    batch: BatchOption = 1,
+    stages: Annotated[int, typer.Option("--stages", "--devices", help="Number of devices.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches per step.")] = 8,
+    link: LinkOption = "free",
+    steps: StepsOption = 1,
+    next_forward: NextForwardOption = False,
+    chunks: Annotated[int | None, typer.Option(help="Runs of layers per device, for interleaved.")] = None,
+    group: Annotated[int | None, typer.Option(help="Layers dealt out together, for modulo.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="Most micro-batches under way at once.")] = None,
+    byte_budget: BudgetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Devices that hold different layers."""
+    graph = pipeline(
+        _costs(network, layers, batch),
+        stages=stages,
+        microbatches=microbatches,
+        link=Link.parse(link),
+        steps=steps,
+        next_forward=next_forward,
+    )
+    options = {"chunks": chunks, "group": group, "max_in_flight": max_in_flight}
+    _simulate(graph, policy, options, byte_budget, out, as_json)
+
+
+@simulate_app.command("daso")
+def simulate_daso(
+    policy: PolicyOption = "ddp,daso",
+    network: NetworkOption = "resnet50",
+    layers: LayersOption = None,
+    batch: BatchOption = 32,
+    nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 4,
+    local_ranks: Annotated[int, typer.Option("--local-ranks", "--devices", help="Devices per node.")] = 4,
+    link: LinkOption = "25Gbit/s,10us",
+    local_link: Annotated[str, typer.Option(help="Link inside a node, written as --link.")] = "300GB/s,2us",
+    steps: StepsOption = 12,
+    next_forward: NextForwardOption = True,
+    every: Annotated[int | None, typer.Option(help="Steps between exchanges of daso.")] = None,
+    wait: Annotated[int | None, typer.Option(help="Steps until an exchange is merged by daso.")] = None,
+    bucket_bytes: BucketOption = None,
+    k: Annotated[int | None, typer.Option(help="Layers that reverse_first_k reverses; searched if absent.")] = None,
+    byte_budget: BudgetOption = None,
+    out: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Nodes of devices: exchange between nodes now and then."""
+    graph = hierarchical(
+        _costs(network, layers, batch),
+        nodes=nodes,
+        local_ranks=local_ranks,
+        link=Link.parse(link),
+        local_link=Link.parse(local_link),
+        steps=steps,
+        next_forward=next_forward,
+    )
+    options = {"every": every, "wait": wait, "bucket_bytes": bucket_bytes, "k": k}
+    _simulate(graph, policy, options, byte_budget, out, as_json)
+
+
+def _costs(name: str, layers: int | None, batch: int) -> Costs:
+    if name == "uniform":
+        return Costs.uniform(24 if layers is None else layers)
+    if layers is not None:
+        raise ArgumentError("--layers", layers, f'goes with "--network uniform"; {name} has its own')
+    if name.endswith(".json"):
+        return Costs.load(name)
+    return network(name, batch=batch)
+
+
+def _simulate(
+    graph: TaskGraph,
+    policies: str,
+    options: dict[str, Any],
+    byte_budget: int | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Applies each policy with the options it takes, and shows the results side by side."""
+    if byte_budget is not None and byte_budget <= 0:
+        raise ArgumentError("--byte-budget", byte_budget, "give a positive number of bytes")
+    fitting = {policy.name: policy for policy in policies_for(graph.family)}
+    names = list(fitting) if policies == "all" else [name.strip() for name in policies.split(",")]
+    unknown = [name for name in names if name not in fitting]
+    if unknown:
+        raise ArgumentError("--policy", unknown[0], f"use one or more of {', '.join(fitting)}")
+    given = {option: value for option, value in options.items() if value is not None}
+    for option, value in given.items():
+        if not any(option in fitting[name].options for name in names):
+            takers = ", ".join(name for name, policy in fitting.items() if option in policy.options)
+            raise ArgumentError(f"--{option.replace('_', '-')}", value, f"is for {takers}; add one to --policy")
+    if byte_budget is not None:
+        given["byte_budget"] = byte_budget
+    results: list[tuple[Schedule, Timeline]] = []
+    with progress(names, "simulating", quiet=as_json or not sys.stderr.isatty()) as each:
+        for name in each:
+            accepted = {option: value for option, value in given.items() if option in fitting[name].options}
+            schedule = plan(graph, policy=name, **accepted)
+            results.append((schedule, schedule.simulate(byte_budget=byte_budget)))
+    if out is not None:
+        save_timelines([timeline for _, timeline in results], out)
+    if as_json:
+        print(json.dumps({"results": [_figures(*result) for result in results]}))
+    else:
+        print_results(graph, results, out)
+
+
+def _figures(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+    return {
+        "policy": schedule.policy,
+        "makespan": timeline.makespan,
+        "step_time": timeline.step_time,
+        "peak_bytes": timeline.peak_bytes,
+        "exposed_communication": timeline.exposed_communication,
+        "busy": timeline.busy,
+        "idle": timeline.idle,
+        "tasks": len(schedule.graph.tasks),
+        "steps": schedule.graph.steps,
+        "options": schedule.options,
+    }

@@ -1,0 +1,126 @@
+"""The task graph: what must run, what it waits for, and which bytes stay alive meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from gradweave.errors import ArgumentError, ScheduleError
+from gradweave.schedule.costs import Costs
+from gradweave.schedule.links import Cluster
+from gradweave.schedule.tasks import Buffer, Kind, Task
+
+
+class Family(StrEnum):
+    """The kinds of scenario; a policy says which of them it fits."""
+
+    SINGLE = "single"
+    DATA_PARALLEL = "data-parallel"
+    PIPELINE = "pipeline"
+    HIERARCHICAL = "daso"
+
+
+@dataclass(frozen=True)
+class TaskGraph:
+    """Tasks in a topological order, with their dependencies and buffers.
+
+    Tasks are referred to by their index. ``needs[i]`` lists what task ``i`` waits for, all of
+    it before ``i``: a graph is acyclic by construction.
+
+    Attributes:
+        family: The scenario it was built for.
+        tasks: All tasks.
+        needs: For each task, the indices of the tasks it depends on.
+        buffers: The bytes that live across tasks.
+        costs: The network it was built from.
+        cluster: Devices and links.
+        steps: Number of complete training steps.
+        microbatches: Micro-batches per step.
+        next_forward: Whether the forward of one more step follows.
+        period: Steps after which the work of a step repeats (above 1 where some work is not
+            done in every step).
+    """
+
+    family: Family
+    tasks: tuple[Task, ...]
+    needs: tuple[tuple[int, ...], ...]
+    buffers: tuple[Buffer, ...]
+    costs: Costs
+    cluster: Cluster = Cluster()
+    steps: int = 1
+    microbatches: int = 1
+    next_forward: bool = False
+    period: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.needs) != len(self.tasks):
+            raise ArgumentError("needs", len(self.needs), f"give one entry for each of the {len(self.tasks)} tasks")
+        for index, needs in enumerate(self.needs):
+            for need in needs:
+                if not 0 <= need < index:
+                    raise ScheduleError(
+                        f"{self.tasks[index].label} depends on task {need}, which is not before it: "
+                        "list tasks in a topological order"
+                    )
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.costs.layers)
+
+    @property
+    def forwards(self) -> int:
+        """Number of steps that have a forward."""
+        return self.steps + self.next_forward
+
+    @cached_property
+    def index(self) -> dict[tuple[Kind, int, int, int], int]:
+        """Task index by (kind, layer, micro-batch, step); communication and noted tasks are not in it."""
+        return {
+            (task.kind, task.layer, task.microbatch, task.step): i
+            for i, task in enumerate(self.tasks)
+            if task.kind is not Kind.C and not task.note
+        }
+
+    def find(self, kind: Kind, layers: Iterable[int], step: int, microbatch: int = 0) -> list[int]:
+        """Indices of the tasks of one kind, micro-batch and step, in the order of ``layers``."""
+        index = self.index
+        return [index[kind, layer, microbatch, step] for layer in layers]
+
+    @cached_property
+    def successors(self) -> tuple[list[int], ...]:
+        """For each task, the tasks that depend on it."""
+        successors: tuple[list[int], ...] = tuple([] for _ in self.tasks)
+        for task, needs in enumerate(self.needs):
+            for need in needs:
+                successors[need].append(task)
+        return successors
+
+    @cached_property
+    def communication(self) -> dict[str, list[int]]:
+        """Indices of the communication tasks of each link."""
+        by_link: dict[str, list[int]] = {}
+        for i, task in enumerate(self.tasks):
+            if task.kind is Kind.C:
+                by_link.setdefault(task.resource, []).append(i)
+        return by_link
+
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices that compute, in order of first use."""
+        return tuple(dict.fromkeys(task.resource for task in self.tasks if task.kind is not Kind.C))
+
+    @cached_property
+    def critical_path(self) -> float:
+        """Seconds along the longest chain of dependencies: no schedule is faster."""
+        ends = [0.0] * len(self.tasks)
+        for i, (task, needs) in enumerate(zip(self.tasks, self.needs, strict=True)):
+            ends[i] = max((ends[need] for need in needs), default=0.0) + task.seconds
+        return max(ends, default=0.0)
+
+    @cached_property
+    def serial_seconds(self) -> float:
+        """Seconds if one task ran after the other: no sound schedule is slower."""
+        return sum(task.seconds for task in self.tasks)

@@ -1,0 +1,44 @@
+"""Work-conserving list scheduling: never idle while something can run, most urgent first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.schedule import Discipline, Lane, Schedule
+from gradweave.schedule.simulator import running_order
+from gradweave.schedule.tasks import Kind
+
+
+def link_lanes(graph: TaskGraph, discipline: Discipline = Discipline.FIFO) -> tuple[Lane, ...]:
+    """One lane for each link of the graph, its messages in the order of the graph."""
+    return tuple(Lane(link, link, tuple(tasks), discipline) for link, tasks in graph.communication.items())
+
+
+def greedy(
+    graph: TaskGraph, urgency: Sequence[Any], *, waits: tuple[tuple[int, int], ...] = (), policy: str
+) -> Schedule:
+    """Orders each device's tasks as they would run if the most urgent ready one always went first.
+
+    The order is found by simulating a device that picks for itself, and then fixed, so that an
+    executor need not decide anything.
+
+    Args:
+        graph: A graph whose tasks all have a resource.
+        urgency: One sort key per task, least first.
+        waits: Further dependencies, as in :class:`~gradweave.schedule.schedule.Schedule`.
+        policy: Name for the schedule.
+    """
+    by_device: dict[str, list[int]] = {device: [] for device in graph.devices}
+    for i, task in enumerate(graph.tasks):
+        if task.kind is not Kind.C:
+            by_device[task.resource].append(i)
+    picking = [
+        Lane(device, device, tuple(sorted(tasks, key=urgency.__getitem__)), Discipline.PRIORITY)
+        for device, tasks in by_device.items()
+    ]
+    links = link_lanes(graph)
+    order = running_order(Schedule(graph, (*picking, *links), waits, policy))
+    lanes = (Lane(lane.name, lane.resource, tuple(ran)) for lane, ran in zip(picking, order, strict=False))
+    return Schedule(graph, (*lanes, *links), waits, policy)

@@ -1,0 +1,20 @@
+"""GPipe (Huang et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.policies.stage_programs import Action, check_in_flight, run_programs
+from gradweave.schedule.schedule import Schedule
+
+
+def gpipe(graph: TaskGraph, *, max_in_flight: int | None = None) -> Schedule:
+    """All forwards, then all backwards; with a cap, in rounds of that many micro-batches."""
+    check_in_flight(max_in_flight)
+
+    def program(_: int, microbatches: range) -> Iterator[Action]:
+        yield from (("F", 0, microbatch) for microbatch in microbatches)
+        yield from (("B", 0, microbatch) for microbatch in microbatches)
+
+    return run_programs(graph, program, policy="gpipe", round_size=max_in_flight)

@@ -1,0 +1,16 @@
+"""Modulo allocation (Oh et al. 2022): layers dealt out round-robin."""
+
+from __future__ import annotations
+
+from gradweave.errors import ArgumentError
+from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.policies.fast_forward import input_gradients_first
+from gradweave.schedule.schedule import Schedule
+
+
+def modulo(graph: TaskGraph, *, group: int = 1, max_in_flight: int | None = None) -> Schedule:
+    """As fast_forward, with the layers dealt out round-robin in groups of ``group``."""
+    if group < 1:
+        raise ArgumentError("group", group, "give at least 1 layer")
+    stages = graph.cluster.devices
+    return input_gradients_first(graph, lambda layer: layer // group % stages, max_in_flight, "modulo")

@@ -1,0 +1,24 @@
+"""Data parallel without the barrier between steps."""
+
+from __future__ import annotations
+
+from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.greedy import link_lanes
+from gradweave.schedule.policies.ddp import DEFAULT_BUCKET_BYTES
+from gradweave.schedule.policies.one_device import MAIN, backward, forward, stream, updates_before_use
+from gradweave.schedule.rewrite import bucket
+from gradweave.schedule.schedule import Lane, Schedule
+
+
+def no_barrier(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedule:
+    """As ddp, but each layer's update comes just before its next forward."""
+    graph = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
+    return Schedule(graph, (unbarriered_stream(graph), *link_lanes(graph)), policy="no_barrier")
+
+
+def unbarriered_stream(graph: TaskGraph) -> Lane:
+    """Backward in stock order, and updates that wait only for their own layer's gradient."""
+    order = forward(graph, 0)
+    for step in range(graph.steps):
+        order += backward(graph, step) + updates_before_use(graph, step)
+    return stream(MAIN, order)

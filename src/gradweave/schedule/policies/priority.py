@@ -1,0 +1,23 @@
+"""Data parallel over an ideal link that serves the first layers first."""
+
+from __future__ import annotations
+
+from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.policies.ddp import DEFAULT_BUCKET_BYTES
+from gradweave.schedule.policies.no_barrier import unbarriered_stream
+from gradweave.schedule.rewrite import bucket
+from gradweave.schedule.schedule import Discipline, Lane, Schedule
+
+
+def priority(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedule:
+    """As no_barrier, on a link that interrupts a message for one of an earlier layer.
+
+    Collectives cannot be interrupted today; this shows what a link that could would give.
+    """
+    graph = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
+    tasks = graph.tasks
+    links = (
+        Lane(link, link, tuple(sorted(messages, key=lambda i: (tasks[i].step, tasks[i].layer))), Discipline.PREEMPTIVE)
+        for link, messages in graph.communication.items()
+    )
+    return Schedule(graph, (unbarriered_stream(graph), *links), policy="priority")

@@ -1,0 +1,80 @@
+"""Reverse first-k (Oh et al. 2022): the gradients the next forward needs first, sent first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradweave.errors import ArgumentError
+from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.greedy import link_lanes
+from gradweave.schedule.policies.ddp import DEFAULT_BUCKET_BYTES
+from gradweave.schedule.policies.one_device import MAIN, forward, stream, updates_before_use
+from gradweave.schedule.rewrite import bucket
+from gradweave.schedule.schedule import Schedule
+from gradweave.schedule.tasks import Kind
+
+_COARSE = 12
+_INDIFFERENT = 1e-3
+"""Relative gain in step time below which holding gradients back is not worth it."""
+
+
+def reverse_first_k(
+    graph: TaskGraph,
+    *,
+    k: int | None = None,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    byte_budget: int | None = None,
+) -> Schedule:
+    """Weight gradients of the first k layers held back to the end of backward, then done in forward order.
+
+    There is no barrier between steps. Without ``k``, the fastest one within ``byte_budget`` is
+    searched by simulation, coarsely and then around the best.
+    """
+    if k is not None:
+        if not 0 <= k <= graph.layers:
+            raise ArgumentError("k", k, f"give 0 to {graph.layers}, the number of layers")
+        return _schedule(graph, k, bucket_bytes)
+    return _fastest(lambda candidate: _schedule(graph, candidate, bucket_bytes), graph.layers, byte_budget)
+
+
+def _schedule(graph: TaskGraph, k: int, bucket_bytes: int) -> Schedule:
+    layers = range(graph.layers)
+    graph = bucket(graph, [*reversed(layers[k:]), *layers[:k]], bucket_bytes)
+    index = graph.index
+    order = forward(graph, 0)
+    for step in range(graph.steps):
+        for layer in reversed(layers):
+            if layer >= k:
+                order.append(index[Kind.W, layer, 0, step])
+            order.append(index[Kind.X, layer, 0, step])
+        order += graph.find(Kind.W, layers[:k], step)
+        order += updates_before_use(graph, step)
+    return Schedule(graph, (stream(MAIN, order), *link_lanes(graph)), policy="reverse_first_k", options={"k": k})
+
+
+def _fastest(schedule: Callable[[int], Schedule], layers: int, byte_budget: int | None) -> Schedule:
+    """The fastest schedule; of those as good as equal, the one that holds back least."""
+    found: dict[int, tuple[float, Schedule]] = {}
+    least_peak: int | None = None
+
+    def tries(candidates: range) -> None:
+        nonlocal least_peak
+        for k in candidates:
+            if k in found:
+                continue
+            candidate = schedule(k)
+            timeline = candidate.simulate()
+            least_peak = timeline.peak_bytes if least_peak is None else min(least_peak, timeline.peak_bytes)
+            if byte_budget is None or timeline.peak_bytes <= byte_budget:
+                found[k] = (timeline.step_time, candidate)
+
+    stride = max(1, layers // _COARSE)
+    tries(range(0, layers + 1, stride))
+    while stride > 1 and found:
+        best = min(found, key=lambda k: (found[k][0], k))
+        reach, stride = stride, max(1, stride // 3)
+        tries(range(max(0, best - reach), min(layers, best + reach) + 1, stride))
+    if not found:
+        raise ArgumentError("byte_budget", byte_budget, f"give at least {least_peak} bytes: no k holds less")
+    good_enough = min(seconds for seconds, _ in found.values()) * (1 + _INDIFFERENT)
+    return found[min(k for k, (seconds, _) in found.items() if seconds <= good_enough)][1]

@@ -1,0 +1,126 @@
+"""A timeline: what ran where, from when to when. Predicted or measured, it looks the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from gradweave.schedule.tasks import Kind, Task
+
+
+class Span(NamedTuple):
+    """One task on one lane; an interrupted task has several."""
+
+    lane: str
+    start: float
+    end: float
+    task: Task
+    number: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What ran on each lane, and the bytes held on each device.
+
+    Attributes:
+        spans: By start time.
+        lanes: Name and resource of each stream and link, in the order they are drawn.
+        memory: For each device the instants at which its bytes in use changed, and the new value.
+            Weights and optimizer state are not in it: no order of tasks changes them.
+        title: What is shown, for pictures.
+        period: Steps after which the work of a step repeats.
+        receivers: For each communication task, by index, the devices that wait for it.
+    """
+
+    spans: tuple[Span, ...]
+    lanes: tuple[tuple[str, str], ...]
+    memory: Mapping[str, tuple[tuple[float, int], ...]] = field(default_factory=dict)
+    title: str = ""
+    period: int = 1
+    receivers: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds until everything is done."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @cached_property
+    def step_time(self) -> float:
+        """Seconds per step in steady state.
+
+        It is the time from the end of one step's forward to the end of the next one's, over the
+        last period shown; of a single step that nothing follows, the makespan.
+        """
+        ends: dict[int, float] = {}
+        for span in self.spans:
+            if span.task.kind is Kind.F:
+                ends[span.task.step] = max(ends.get(span.task.step, 0.0), span.end)
+        marks = [ends[step] for step in sorted(ends)]
+        if len(marks) > self.period:
+            return (marks[-1] - marks[-1 - self.period]) / self.period
+        return self.makespan / max(1, len(marks))
+
+    @cached_property
+    def busy(self) -> dict[str, float]:
+        """Share of the makespan in which each lane works."""
+        seconds = dict.fromkeys((name for name, _ in self.lanes), 0.0)
+        for span in self.spans:
+            seconds[span.lane] += span.end - span.start
+        return {name: total / self.makespan if self.makespan else 0.0 for name, total in seconds.items()}
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """Share of the makespan in which each lane does nothing: its bubbles."""
+        return {name: 1.0 - share for name, share in self.busy.items()}
+
+    @cached_property
+    def exposed_communication(self) -> float:
+        """Seconds a device stands idle while something is being sent to it; the mean over devices."""
+        resource_of = dict(self.lanes)
+        computing: dict[str, list[tuple[float, float]]] = {}
+        receiving: dict[str, list[tuple[float, float]]] = {}
+        for span in self.spans:
+            if span.task.kind is not Kind.C:
+                computing.setdefault(resource_of[span.lane], []).append((span.start, span.end))
+            for device in self.receivers.get(span.number, ()):
+                receiving.setdefault(device, []).append((span.start, span.end))
+        exposed = 0.0
+        for device, intervals in receiving.items():
+            both = _length([*intervals, *computing.get(device, ())])
+            exposed += both - _length(computing.get(device, ()))
+        return exposed / max(1, len(computing))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at once on any one device."""
+        return max((size for points in self.memory.values() for _, size in points), default=0)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a picture (``.png``, ``.svg``, ``.pdf``) or a trace that Perfetto opens (``.json``)."""
+        save_timelines([self], path)
+
+
+def save_timelines(timelines: Iterable[Timeline], path: str | Path) -> None:
+    """Writes several timelines into one picture, on one time axis, or into one trace."""
+    if Path(path).suffix == ".json":
+        from gradweave.schedule.trace import save_trace
+
+        save_trace(list(timelines), Path(path))
+    else:
+        from gradweave.schedule.picture import save_picture
+
+        save_picture(list(timelines), Path(path))
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals."""
+    total = 0.0
+    reached = float("-inf")
+    for start, end in sorted(intervals):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total

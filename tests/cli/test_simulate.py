@@ -1,0 +1,125 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from gradweave.cli.app import main
+from gradweave.schedule import Costs
+
+
+@pytest.fixture
+def gradweave(monkeypatch, capsys):
+    """Runs the command in this process; returns status, output and errors."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gradweave", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        return exit_.value.code, captured.out, captured.err
+
+    return run
+
+
+def test_json_is_one_object_with_a_result_per_policy(gradweave):
+    status, out, err = gradweave(
+        "simulate", "pipeline", "--policy", "gpipe,fast_forward,modulo", "--network", "uniform",
+        "--stages", "4", "--layers", "24", "--microbatches", "4", "--json",
+    )  # fmt: skip
+    assert (status, err) == (0, "")
+    results = json.loads(out)["results"]
+    assert [(r["policy"], r["makespan"], r["step_time"]) for r in results] == [
+        ("gpipe", 126.0, 126.0),
+        ("fast_forward", 90.0, 90.0),
+        ("modulo", 75.0, 75.0),
+    ]
+    for result in results:
+        assert result["peak_bytes"] > 0
+        assert set(result["busy"]) == {"gpu0", "gpu1", "gpu2", "gpu3"}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "policies"),
+    [
+        ("single", 6),
+        ("data-parallel", 4),
+        ("pipeline", 6),
+        ("daso", 2),
+    ],
+)
+def test_the_defaults_give_a_table_and_a_picture(gradweave, scenario, policies, tmp_path):
+    status, out, err = gradweave("simulate", scenario, "--out", str(tmp_path / "x.png"))
+    assert (status, err) == (0, "")
+    assert sum("x  " in line for line in out.splitlines()) == policies
+    assert "…" not in out
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_cost_files_are_read(gradweave, tmp_path):
+    path = tmp_path / "mine.json"
+    Costs.uniform(6).save(path)
+    status, out, _ = gradweave("simulate", "single", "--network", str(path), "--policy", "in_order", "--json")
+    assert status == 0
+    assert json.loads(out)["results"][0]["step_time"] == 18
+
+
+def test_options_reach_the_policies_that_take_them(gradweave):
+    base = ("simulate", "pipeline", "--layers", "24", "--microbatches", "4", "--json", "--policy", "gpipe,modulo")
+    _, out, _ = gradweave(*base, "--group", "2")
+    assert [r["makespan"] for r in json.loads(out)["results"]] == [126, 78]
+    _, out, _ = gradweave(*base, "--link", "1B/s")
+    assert [r["makespan"] for r in json.loads(out)["results"]] == [132, 101]
+    _, out, _ = gradweave("simulate", "data-parallel", "--policy", "reverse_first_k", "--k", "7", "--json")
+    assert json.loads(out)["results"][0]["options"] == {"k": 7}
+    _, out, _ = gradweave("simulate", "daso", "--policy", "daso", "--every", "3", "--wait", "2", "--json")
+    assert json.loads(out)["results"][0]["options"] == {"every": 3, "wait": 2}
+
+
+NEGATIVE = '{"layers": [{"name": "conv1", "forward": -1, "input_grad": 1, "weight_grad": 1}]}'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pipeline", "--policy", "gpipes"], "--policy='gpipes': use one or more of gpipe, one_f_one_b"),
+        (["single", "--policy", "gpipe"], "--policy='gpipe': use one or more of in_order"),
+        (["pipeline", "--policy", ""], "--policy='': use one or more of"),
+        (["single", "--network", "resnet"], "network='resnet': use one of uniform, resnet50"),
+        (["single", "--network", "missing.json"], "cost file='missing.json': cannot be read"),
+        (["single", "--network", "{malformed}"], "is not valid JSON"),
+        (["single", "--network", "{negative}"], "layer 'conv1', forward=-1: give a finite number"),
+        (["single", "--network", "resnet50", "--layers", "3"], '--layers=3: goes with "--network uniform"'),
+        (["pipeline", "--byte-budget", "3"], "byte_budget=3: gpipe holds 50 bytes on gpu"),
+        (["single", "--policy", "joint", "--byte-budget", "3"], "byte_budget=3: give at least"),
+        (["pipeline", "--byte-budget", "-1"], "--byte-budget=-1: give a positive number"),
+        (["pipeline", "--stages", "0"], "devices=0: give at least 1"),
+        (["pipeline", "--stages", "99"], "stages=99: give at most 24"),
+        (["pipeline", "--stages", "many"], "--stages"),
+        (["pipeline", "--microbatches", "0"], "microbatches=0"),
+        (["pipeline", "--link", "fast"], "link='fast': write a positive rate"),
+        (["pipeline", "--policy", "gpipe", "--group", "2"], "--group=2: is for modulo; add one to --policy"),
+        (["pipeline", "--out", "x.gif"], "path='x.gif': end it in .png"),
+        (["pipeline", "--nonsense"], "--nonsense"),
+        (["daso", "--every", "0"], "every=0: give at least 1 step"),
+        (["circular"], "circular"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(gradweave, tmp_path, arguments, message):
+    (tmp_path / "malformed.json").write_text("{")
+    (tmp_path / "negative.json").write_text(NEGATIVE)
+    files = {"{malformed}": "malformed.json", "{negative}": "negative.json"}
+    arguments = [str(tmp_path / files[a]) if a in files else a for a in arguments]
+    status, out, err = gradweave("simulate", *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert message in err
+
+
+def test_json_can_be_piped_from_a_process():
+    command = [sys.executable, "-m", "gradweave", "simulate", "single", "--policy", "in_order", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(ran.stdout)["results"][0]["policy"] == "in_order"
+    assert ran.stderr == ""
