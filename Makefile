@@ -27,7 +27,7 @@ pictures: $(VENV)/ready
 	$(SIMULATE) pipeline --policy one_f_one_b,modulo --stages 4 --layers 16 --microbatches 4 --out docs/images/pipeline.png
 	$(SIMULATE) single --policy in_order,cross_step --network mobilenet_v3_large --steps 1 --out docs/images/single.png
 	$(SIMULATE) data-parallel --policy ddp,reverse_first_k --bucket-bytes 0 --steps 2 --out docs/images/data-parallel.png
-	$(SIMULATE) daso --steps 8 --out docs/images/daso.png
+	$(SIMULATE) daso --wait 2 --steps 8 --out docs/images/daso.png
 
 $(VENV)/ready: pyproject.toml constraints.txt tools/make_env.sh
 	tools/make_env.sh $(PYTHON) $(VENV)
