@@ -1,41 +1,62 @@
 #!/usr/bin/env bash
 # Makes the virtual environment that the Makefile works in: tools/make_env.sh PYTHON DIRECTORY
 #
-# If PYTHON already has a suitable torch, the environment sees it and it is kept at its version (a
-# CUDA build must not be replaced). Otherwise the torch that constraints.txt pins is installed.
+# If PYTHON already has a suitable torch, the environment sees PYTHON's packages and that torch is
+# left as it is (a CUDA build must not be replaced). Otherwise the torch that constraints.txt pins is
+# installed.
 set -euo pipefail
 
 python=$1
 directory=$2
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-"$python" - <<'CHECK' || { echo "error: PYTHON=$python: needs Python 3.11 or newer" >&2; exit 2; }
-import sys
-sys.exit(sys.version_info < (3, 11))
-CHECK
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+  echo "error: PYTHON=$python: needs Python 3.11 or newer" >&2
+  exit 2
+}
 
-torch=$("$python" - <<'CHECK' 2>/dev/null || true
+# The folder that holds a torch of at least 2.11, pre-releases of 2.11 included; or nothing.
+packages=$("$python" - <<'FIND' 2>/dev/null || true
+import re
+from pathlib import Path
+
 import torch
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11):
-    print(torch.__version__)
-CHECK
+
+if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) >= (2, 11):
+    print(Path(torch.__file__).parents[1])
+FIND
 )
 
-rm -rf "$directory"
-if [ -n "$torch" ]; then
-  echo "using torch $torch of $python"
-  "$python" -m venv --system-site-packages "$directory"
-  sed "s/^torch==.*/torch==$torch/" constraints.txt > "$directory/constraints.txt"
-else
-  echo "installing torch: $python has none that is 2.11 or newer"
-  "$python" -m venv "$directory"
-  cp constraints.txt "$directory/constraints.txt"
-fi
-if ! "$directory/bin/python" -m pip install --quiet --constraint "$directory/constraints.txt" torch --editable '.[dev]'; then
-  echo "error: packages could not be installed; with no package index, use what the machine has:" >&2
+give_up() {
+  rm -rf "$directory"
+  echo "error: packages could not be installed (pip says why above); with no package index, use what there is:" >&2
   echo "  PYTHONPATH=src $python -m gradweave --help" >&2
   echo "  PYTHONPATH=src $python -m pytest" >&2
-  rm -rf "$directory"
   exit 2
+}
+
+rm -rf "$directory"
+"$python" -m venv "$directory"
+pip=("$directory/bin/python" -m pip install --quiet --constraint constraints.txt)
+if [ -n "$packages" ]; then
+  echo "using the torch in $packages"
+  site=$("$directory/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  echo "$packages" > "$site/packages_of_python.pth"
+else
+  echo "installing torch: $python has none that is 2.11 or newer"
+  "${pip[@]}" torch || give_up
 fi
+
+# Everything but torch, which is settled; then the package itself, without asking for it again.
+mapfile -t needed < <("$directory/bin/python" - <<'LIST'
+import tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+for requirement in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
+    if not requirement.startswith("torch"):
+        print(requirement)
+LIST
+)
+"${pip[@]}" "${needed[@]}" || give_up
+"${pip[@]}" --no-deps --editable . || give_up
 touch "$directory/ready"

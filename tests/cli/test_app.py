@@ -23,6 +23,13 @@ def test_help_names_the_commands(monkeypatch, capsys):
     assert "simulate" in capsys.readouterr().out
 
 
+def test_no_command_shows_the_help_and_no_empty_error(monkeypatch, capsys):
+    assert run(monkeypatch) == 2
+    captured = capsys.readouterr()
+    assert "simulate" in captured.out
+    assert "error" not in captured.err
+
+
 def test_a_defect_of_ours_is_not_hidden(monkeypatch):
     def broken(**_):
         raise RuntimeError("a defect")

@@ -72,8 +72,41 @@ def test_options_reach_the_policies_that_take_them(gradweave):
     assert [r["makespan"] for r in json.loads(out)["results"]] == [132, 101]
     _, out, _ = gradweave("simulate", "data-parallel", "--policy", "reverse_first_k", "--k", "7", "--json")
     assert json.loads(out)["results"][0]["options"] == {"k": 7}
+    _, out, _ = gradweave("simulate", "pipeline", "--policy", "gpipe", "--max-in-flight", "2", "--json")
+    assert json.loads(out)["results"][0]["options"] == {"max_in_flight": 2}
     _, out, _ = gradweave("simulate", "daso", "--policy", "daso", "--every", "3", "--wait", "2", "--json")
     assert json.loads(out)["results"][0]["options"] == {"every": 3, "wait": 2}
+
+
+def test_what_does_not_fit_is_left_out_of_all_and_said_so(gradweave):
+    status, out, err = gradweave("simulate", "pipeline", "--stages", "5", "--json")
+    assert status == 0
+    assert "interleaved" not in out
+    assert err.startswith("left out interleaved: microbatches=8")
+    status, _, err = gradweave("simulate", "pipeline", "--byte-budget", "3")
+    assert status == 2
+    assert err.startswith("error: byte_budget=3")
+
+
+def test_enough_steps_are_shown_for_a_slow_exchange(gradweave):
+    _, out, _ = gradweave(
+        "simulate", "daso", "--every", "1", "--wait", "20", "--link", "1Gbit/s", "--local-link", "free", "--json"
+    )
+    ddp, daso = json.loads(out)["results"]
+    exchange = 2 * 3 / 4 * 4 * 25_557_032 / 125e6
+    assert daso["step_time"] == pytest.approx(exchange, rel=0.01)
+    assert ddp["step_time"] > daso["step_time"]
+
+
+def test_names_and_paths_are_printed_as_they_are(gradweave, tmp_path):
+    path = tmp_path / "mine.json"
+    Costs(Costs.uniform(3).layers, name="[bold]x[/red]").save(path)
+    picture = tmp_path / "[b]x.png"
+    status, out, _ = gradweave("simulate", "single", "--network", str(path), "--out", str(picture))
+    assert status == 0
+    assert "[bold]x[/red]" in out
+    assert picture.name in out
+    assert picture.exists()
 
 
 NEGATIVE = '{"layers": [{"name": "conv1", "forward": -1, "input_grad": 1, "weight_grad": 1}]}'
@@ -88,14 +121,19 @@ NEGATIVE = '{"layers": [{"name": "conv1", "forward": -1, "input_grad": 1, "weigh
         (["single", "--network", "resnet"], "network='resnet': use one of uniform, resnet50"),
         (["single", "--network", "missing.json"], "cost file='missing.json': cannot be read"),
         (["single", "--network", "{malformed}"], "is not valid JSON"),
-        (["single", "--network", "{negative}"], "layer 'conv1', forward=-1: give a finite number"),
+        (["single", "--network", "{negative}"], "layer 'conv1', forward=-1: give a number, zero or more"),
         (["single", "--network", "resnet50", "--layers", "3"], '--layers=3: goes with "--network uniform"'),
-        (["pipeline", "--byte-budget", "3"], "byte_budget=3: gpipe holds 50 bytes on gpu"),
+        (["pipeline", "--policy", "gpipe", "--byte-budget", "3"], "byte_budget=3: gpipe holds 50 bytes on gpu"),
         (["single", "--policy", "joint", "--byte-budget", "3"], "byte_budget=3: give at least"),
         (["pipeline", "--byte-budget", "-1"], "--byte-budget=-1: give a positive number"),
-        (["pipeline", "--stages", "0"], "devices=0: give at least 1"),
-        (["pipeline", "--stages", "99"], "stages=99: give at most 24"),
-        (["pipeline", "--stages", "many"], "--stages"),
+        (["pipeline", "--stages", "0"], "stages=0: give 1 to 24"),
+        (["pipeline", "--stages", "99"], "stages=99: give 1 to 24"),
+        (["pipeline", "--stages", "many"], "--stages='many'"),
+        (["daso", "--nodes", "0"], "nodes=0: give at least 1"),
+        (["pipeline", "--batch", "3"], "--batch=3: goes with a known network"),
+        (["pipeline", "--policy", "interleaved", "--stages", "5"], "microbatches=8: interleaved needs a multiple"),
+        (["pipeline", "--link", "1e-320B/s"], "seconds of C(layer"),
+        (["daso", "--steps", "5"], "steps=5: give at least 9"),
         (["pipeline", "--microbatches", "0"], "microbatches=0"),
         (["pipeline", "--link", "fast"], "link='fast': write a positive rate"),
         (["pipeline", "--policy", "gpipe", "--group", "2"], "--group=2: is for modulo; add one to --policy"),

@@ -40,6 +40,16 @@ def test_a_hierarchy_starts_out_flat():
     assert {graph.tasks[i].seconds for i in messages} == {1.5}
     with pytest.raises(ArgumentError, match="local_ranks=0"):
         hierarchical(Costs.uniform(2), nodes=2, local_ranks=0, link=Link())
+    with pytest.raises(ArgumentError, match="nodes=0"):
+        hierarchical(Costs.uniform(2), nodes=0, local_ranks=2, link=Link())
+    with pytest.raises(ArgumentError, match="replicas=0"):
+        data_parallel(Costs.uniform(2), replicas=0, link=Link())
+
+
+def test_the_last_forward_holds_its_inputs():
+    without, with_forward = (single(Costs.uniform(4), next_forward=more) for more in (False, True))
+    assert len(with_forward.buffers) == len(without.buffers) + 4
+    assert all(len(buffer.users) == 2 for buffer in with_forward.buffers[-4:])
 
 
 def test_lifetimes_of_bytes():
@@ -77,8 +87,8 @@ def test_task_counts(data, family):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"stages": 4, "microbatches": 1}, "stages=4: give at most 3"),
-        ({"stages": 0, "microbatches": 1}, "devices=0"),
+        ({"stages": 4, "microbatches": 1}, "stages=4: give 1 to 3"),
+        ({"stages": 0, "microbatches": 1}, "stages=0: give 1 to 3"),
         ({"stages": 1, "microbatches": 0}, "microbatches=0"),
         ({"stages": 1, "microbatches": 1, "steps": 0}, "steps=0"),
     ],

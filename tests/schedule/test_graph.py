@@ -1,7 +1,7 @@
 import pytest
 
 from gradweave.errors import ArgumentError, ScheduleError
-from gradweave.schedule import Costs, Family, Kind, Task, TaskGraph, pipeline, plan, single
+from gradweave.schedule import Buffer, Costs, Family, Kind, Task, TaskGraph, pipeline, plan, single
 
 
 def test_tasks_are_found_by_what_they_are():
@@ -17,6 +17,18 @@ def test_a_cycle_cannot_be_written_down():
         TaskGraph(Family.SINGLE, tasks, ((1,), ()), (), Costs.uniform(2))
     with pytest.raises(ArgumentError, match="needs=1"):
         TaskGraph(Family.SINGLE, tasks, ((),), (), Costs.uniform(2))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e300])
+def test_senseless_durations_are_named(seconds):
+    with pytest.raises(ArgumentError, match=r"seconds of F\(layer 0"):
+        TaskGraph(Family.SINGLE, (Task(Kind.F, 0, seconds),), ((),), (), Costs.uniform(1))
+
+
+@pytest.mark.parametrize("buffer", [Buffer(1, "gpu", (7,)), Buffer(-1, "gpu", (0,)), Buffer(1, "gpu", ())])
+def test_senseless_buffers_are_named(buffer):
+    with pytest.raises(ArgumentError, match="buffers=Buffer"):
+        TaskGraph(Family.SINGLE, (Task(Kind.F, 0, 1.0),), ((),), (buffer,), Costs.uniform(1))
 
 
 def test_critical_path_and_serial_sum():

@@ -32,6 +32,17 @@ def test_results_that_cross_devices_are_sent_once():
         assert {graph.tasks[n].kind for n in graph.needs[i]} == {Kind.C, Kind.F}
 
 
+def test_a_gradient_occupies_its_receiver_from_the_start_of_the_transfer():
+    link = Link(0.1)
+    graph = place(pipeline(Costs.uniform(2), stages=2, microbatches=1, link=link), contiguous(2, 2))
+    (sent_up,), (sent_down,) = (graph.communication[name] for name in ("link 0>1", "link 1>0"))
+    assert graph.tasks[sent_up].seconds == 10
+    gradient = [b for b in graph.buffers if b.device == "gpu0" and sent_down in b.users]
+    assert len(gradient) == 1
+    made = graph.find(Kind.X, [1], 0)[0]
+    assert all(made not in b.users for b in graph.buffers if b.device == "gpu0")
+
+
 def test_a_free_link_needs_no_transfers():
     graph = place(pipeline(Costs.uniform(4), stages=2, microbatches=1), contiguous(4, 2))
     assert graph.communication == {}

@@ -84,6 +84,10 @@ def test_streams_of_one_device_share_it_as_their_demands_allow():
     crowded = make([task(4, demand=most), task(2, demand=most)], [(), ()], lanes).simulate()
     # Both at 1/1.5 speed: the short one ends at 3, with 2 s of the long one left to run alone.
     assert times(crowded) == {0: (0, 5), 1: (0, 3)}
+    memory = Demand(0.0, 0.75)
+    assert make([task(4, demand=memory), task(2, demand=memory)], [(), ()], lanes).simulate().makespan == 5
+    different = make([task(4, demand=memory), task(4, demand=most)], [(), ()], lanes).simulate()
+    assert different.makespan == 4
     saturated = make([task(4), task(2)], [(), ()], lanes).simulate()
     assert saturated.makespan == 6
 

@@ -39,6 +39,24 @@ def test_step_time_of_stock_order_is_the_work_of_a_step():
         assert plan(single(costs, steps=steps), policy="in_order").simulate().step_time == 15
 
 
+@pytest.mark.parametrize(
+    ("policy", "seconds"),
+    [
+        ("gpipe", 198),
+        ("one_f_one_b", 198),
+        ("interleaved", 171),
+        ("zb_h1", 162),
+        ("fast_forward", 144),
+        ("modulo", 144),
+    ],
+)
+def test_step_time_of_a_pipeline_does_not_depend_on_how_many_steps_are_shown(policy, seconds):
+    """144 s is the work of a device; with the next forward to fill its bubble, fast_forward reaches it."""
+    for steps in (1, 2, 4):
+        graph = pipeline(Costs.uniform(24), stages=4, microbatches=8, steps=steps, next_forward=True)
+        assert plan(graph, policy=policy).simulate().step_time == seconds
+
+
 def test_a_single_step_takes_its_makespan():
     timeline = plan(pipeline(Costs.uniform(4), stages=2, microbatches=2), policy="gpipe").simulate()
     assert timeline.step_time == timeline.makespan

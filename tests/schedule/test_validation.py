@@ -89,6 +89,16 @@ def test_a_passed_byte_budget_names_device_instant_and_task(schedule):
         schedule.validate(byte_budget=peak - 1)
 
 
+def test_the_budget_holds_on_every_device():
+    graph = pipeline(Costs.uniform(4), stages=2, microbatches=4)
+    schedule = plan(graph, policy="one_f_one_b")
+    peaks = {device: max(size for _, size in points) for device, points in schedule.simulate().memory.items()}
+    least, most = sorted(peaks, key=peaks.get)
+    for flipped in (schedule, replace(schedule, graph=replace(schedule.graph, buffers=schedule.graph.buffers[::-1]))):
+        with pytest.raises(ScheduleError, match=f"on {most} at"):
+            flipped.validate(byte_budget=peaks[least])
+
+
 def test_a_senseless_byte_budget_is_rejected(schedule):
     with pytest.raises(ArgumentError, match="byte_budget=0"):
         schedule.validate(byte_budget=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -49,11 +50,21 @@ def main() -> None:
         described = getattr(error, "format_message", None)
         if described is None:
             raise
-        _fail(described())
+        _fail(_with_value(error, described()))
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _with_value(error: Exception, message: str) -> str:
+    """A usage error's message with the value that was given, which click leaves out."""
+    names = getattr(getattr(error, "param", None), "opts", ())
+    for name, value in pairwise(sys.argv):
+        if name in names and value not in message:
+            return f"{name}={value!r}: {message}"
+    return message
 
 
 def _fail(message: str) -> None:
     line = " ".join(message.split())
-    print(f"error: {line}", file=sys.stderr)
+    if line:
+        print(f"error: {line}", file=sys.stderr)
     sys.exit(2)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gradweave.cli.tables import print_results, progress
-from gradweave.errors import ArgumentError
+from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.schedule import (
     Costs,
     Link,
@@ -29,10 +29,12 @@ from gradweave.schedule.planning import policies_for
 
 simulate_app = typer.Typer(help="Simulate schedules and compare them.", no_args_is_help=True)
 
+_MOST_STEPS = 256
+
 PolicyOption = Annotated[str, typer.Option("--policy", help='Policies, comma-separated, or "all" that fit.')]
 NetworkOption = Annotated[str, typer.Option(help='A known network, "uniform", or a cost file (.json).')]
 LayersOption = Annotated[int | None, typer.Option(help='Number of layers; only with "--network uniform".')]
-BatchOption = Annotated[int, typer.Option(help="Samples per micro-batch of a known network.")]
+BatchOption = Annotated[int | None, typer.Option(help="Samples per micro-batch; only with a known network.")]
 StepsOption = Annotated[int, typer.Option(help="Complete training steps.")]
 NextForwardOption = Annotated[bool, typer.Option(help="Add the forward of one more step.")]
 LinkOption = Annotated[str, typer.Option(help='Rate and latency, as in "25Gbit/s,10us"; or "free".')]
@@ -47,7 +49,7 @@ def simulate_single(
     policy: PolicyOption = "all",
     network: NetworkOption = "densenet121",
     layers: LayersOption = None,
-    batch: BatchOption = 32,
+    batch: BatchOption = None,
     steps: StepsOption = 2,
     next_forward: NextForwardOption = True,
     byte_budget: BudgetOption = None,
@@ -55,7 +57,7 @@ def simulate_single(
     as_json: JsonOption = False,
 ) -> None:
     """One device: when weight gradients and updates run."""
-    graph = single(_costs(network, layers, batch), steps=steps, next_forward=next_forward)
+    graph = single(_costs(network, layers, batch, default_batch=32), steps=steps, next_forward=next_forward)
     _simulate(graph, policy, {}, byte_budget, out, as_json)
 
 
@@ -64,7 +66,7 @@ def simulate_data_parallel(
     policy: PolicyOption = "all",
     network: NetworkOption = "resnet50",
     layers: LayersOption = None,
-    batch: BatchOption = 64,
+    batch: BatchOption = None,
     devices: Annotated[int, typer.Option(help="Number of replicas.")] = 8,
     link: LinkOption = "400Gbit/s,5us",
     steps: StepsOption = 6,
@@ -77,7 +79,7 @@ def simulate_data_parallel(
 ) -> None:
     """Replicas that average gradients over a link."""
     graph = data_parallel(
-        _costs(network, layers, batch),
+        _costs(network, layers, batch, default_batch=64),
         replicas=devices,
         link=Link.parse(link),
         steps=steps,
@@ -91,7 +93,7 @@ def simulate_pipeline(
     policy: PolicyOption = "all",
     network: NetworkOption = "uniform",
     layers: LayersOption = None,
-    batch: BatchOption = 1,
+    batch: BatchOption = None,
     stages: Annotated[int, typer.Option("--stages", "--devices", help="Number of devices.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Micro-batches per step.")] = 8,
     link: LinkOption = "free",
@@ -106,7 +108,7 @@ def simulate_pipeline(
 ) -> None:
     """Devices that hold different layers."""
     graph = pipeline(
-        _costs(network, layers, batch),
+        _costs(network, layers, batch, default_batch=1),
         stages=stages,
         microbatches=microbatches,
         link=Link.parse(link),
@@ -122,12 +124,12 @@ def simulate_daso(
     policy: PolicyOption = "ddp,daso",
     network: NetworkOption = "resnet50",
     layers: LayersOption = None,
-    batch: BatchOption = 64,
+    batch: BatchOption = None,
     nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 4,
     local_ranks: Annotated[int, typer.Option("--local-ranks", "--devices", help="Devices per node.")] = 4,
     link: LinkOption = "200Gbit/s,10us",
     local_link: Annotated[str, typer.Option(help="Link inside a node, written as --link.")] = "300GB/s,2us",
-    steps: StepsOption = 12,
+    steps: Annotated[int | None, typer.Option(help="Complete training steps; enough, if absent.")] = None,
     next_forward: NextForwardOption = True,
     every: Annotated[int | None, typer.Option(help="Steps between exchanges of daso.")] = None,
     wait: Annotated[int | None, typer.Option(help="Steps until an exchange is merged by daso.")] = None,
@@ -138,27 +140,37 @@ def simulate_daso(
     as_json: JsonOption = False,
 ) -> None:
     """Nodes of devices: exchange between nodes now and then."""
+    costs, between = _costs(network, layers, batch, default_batch=64), Link.parse(link)
     graph = hierarchical(
-        _costs(network, layers, batch),
+        costs,
         nodes=nodes,
         local_ranks=local_ranks,
-        link=Link.parse(link),
+        link=between,
         local_link=Link.parse(local_link),
-        steps=steps,
+        steps=steps or _steps_to_steady_state(costs, between, nodes, every, wait),
         next_forward=next_forward,
     )
     options = {"every": every, "wait": wait, "bucket_bytes": bucket_bytes, "k": k}
     _simulate(graph, policy, options, byte_budget, out, as_json)
 
 
-def _costs(name: str, layers: int | None, batch: int) -> Costs:
+def _costs(name: str, layers: int | None, batch: int | None, default_batch: int) -> Costs:
+    is_file = name.endswith(".json")
+    if batch is not None and (name == "uniform" or is_file):
+        raise ArgumentError("--batch", batch, f"goes with a known network; {name} has costs of its own")
     if name == "uniform":
         return Costs.uniform(24 if layers is None else layers)
     if layers is not None:
         raise ArgumentError("--layers", layers, f'goes with "--network uniform"; {name} has its own')
-    if name.endswith(".json"):
-        return Costs.load(name)
-    return network(name, batch=batch)
+    return Costs.load(name) if is_file else network(name, batch=default_batch if batch is None else batch)
+
+
+def _steps_to_steady_state(costs: Costs, link: Link, nodes: int, every: int | None, wait: int | None) -> int:
+    """Steps after which exchanges that outrun the link have caught up with their merges."""
+    every, wait = 4 if every is None else max(1, every), 1 if wait is None else max(0, wait)
+    backlog = link.all_reduce_seconds(costs.parameter_bytes, nodes) / every - costs.compute_seconds
+    catching_up = wait * costs.compute_seconds / backlog if backlog > 0 else 0.0
+    return min(_MOST_STEPS, max(12, wait + 3 * every + int(min(catching_up, _MOST_STEPS))))
 
 
 def _simulate(
@@ -185,15 +197,25 @@ def _simulate(
     if byte_budget is not None:
         given["byte_budget"] = byte_budget
     results: list[tuple[Schedule, Timeline]] = []
+    refused: dict[str, GradweaveError] = {}
     with progress(names, "simulating", quiet=as_json or not sys.stderr.isatty()) as each:
         for name in each:
             accepted = {option: value for option, value in given.items() if option in fitting[name].options}
-            schedule = plan(graph, policy=name, **accepted)
-            results.append((schedule, schedule.simulate(byte_budget=byte_budget)))
+            try:
+                schedule = plan(graph, policy=name, **accepted)
+                results.append((schedule, schedule.simulate(byte_budget=byte_budget)))
+            except GradweaveError as error:
+                if policies != "all":
+                    raise
+                refused[name] = error
+    if not results:
+        raise next(iter(refused.values()))
+    for name, reason in refused.items():
+        typer.echo(f"left out {name}: {reason}", err=True)
     if out is not None:
         save_timelines([timeline for _, timeline in results], out)
     if as_json:
-        print(json.dumps({"results": [_figures(*result) for result in results]}))
+        print(json.dumps({"results": [_figures(*result) for result in results]}, allow_nan=False))
     else:
         print_results(graph, results, out)
 

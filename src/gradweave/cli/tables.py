@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -38,7 +39,7 @@ def print_results(graph: TaskGraph, results: Sequence[tuple[Schedule, Timeline]]
         pad_edge=False,
         padding=(0, 1, 0, 0),
         title_justify="left",
-        title=f"{graph.family}: {graph.costs.name}, {graph.layers} layers, {cluster.devices} device(s)",
+        title=f"{graph.family}: {escape(graph.costs.name)}, {graph.layers} layers, {cluster.devices} device(s)",
     )
     table.add_column("policy", no_wrap=True)
     for column in ("step", "speed-up", "makespan", "peak", "idle", "exposed"):
@@ -47,7 +48,7 @@ def print_results(graph: TaskGraph, results: Sequence[tuple[Schedule, Timeline]]
     for schedule, timeline in results:
         compute = [name for name, resource in timeline.lanes if resource in schedule.graph.devices]
         idle = sum(timeline.idle[name] for name in compute) / len(compute)
-        found = " ".join(f"{key}={value}" for key, value in schedule.options.items())
+        found = " ".join(f"{key}={value}" for key, value in schedule.options.items() if "byte" not in key)
         table.add_row(
             f"{schedule.policy} {found}" if found else schedule.policy,
             seconds_text(timeline.step_time),
@@ -60,7 +61,7 @@ def print_results(graph: TaskGraph, results: Sequence[tuple[Schedule, Timeline]]
     console = Console(soft_wrap=True)
     console.print(table)
     if out is not None:
-        console.print(f"wrote {out}", highlight=False)
+        console.print(f"wrote {out}", highlight=False, markup=False)
 
 
 def seconds_text(seconds: float) -> str:

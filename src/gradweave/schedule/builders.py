@@ -22,6 +22,8 @@ def data_parallel(costs: Costs, *, replicas: int, link: Link, steps: int = 1, ne
 
     All replicas do the same at the same time, so one of them stands for all.
     """
+    if replicas < 1:
+        raise ArgumentError("replicas", replicas, "give at least 1")
     return _Builder(costs, Family.DATA_PARALLEL, Cluster(replicas, link), steps, 1, next_forward).graph()
 
 
@@ -40,8 +42,9 @@ def hierarchical(
     As built, every gradient is averaged over all devices in every step; a policy may exchange
     less. One device stands for all.
     """
-    if local_ranks < 1:
-        raise ArgumentError("local_ranks", local_ranks, "give at least 1")
+    for argument, value in (("nodes", nodes), ("local_ranks", local_ranks)):
+        if value < 1:
+            raise ArgumentError(argument, value, "give at least 1")
     cluster = Cluster(nodes * local_ranks, link, nodes, local_link)
     return _Builder(costs, Family.HIERARCHICAL, cluster, steps, 1, next_forward).graph()
 
@@ -60,8 +63,8 @@ def pipeline(
     The policy decides which device holds which layer; until then tasks have no resource, and
     the transfers between devices are not in the graph.
     """
-    if stages > len(costs.layers):
-        raise ArgumentError("stages", stages, f"give at most {len(costs.layers)}, one per layer")
+    if not 1 <= stages <= len(costs.layers):
+        raise ArgumentError("stages", stages, f"give 1 to {len(costs.layers)}, one per layer at most")
     return _Builder(costs, Family.PIPELINE, Cluster(stages, link), steps, microbatches, next_forward).graph()
 
 
@@ -93,7 +96,10 @@ class _Builder:
             self._update(step, backwards)
         if self.next_forward:
             for microbatch in range(self.microbatches):
-                self._forward(self.steps, microbatch)
+                forward = self._forward(self.steps, microbatch)
+                for layer, task in enumerate(forward):
+                    held = Buffer(self.costs.layers[layer].input_bytes, self.device, (forward[-1], task))
+                    self.buffers.append(held)
         return TaskGraph(
             self.family, tuple(self.tasks), tuple(self.needs), tuple(self.buffers), self.costs, self.cluster,
             self.steps, self.microbatches, self.next_forward,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from gradweave.schedule.tasks import FULL_DEMAND, Demand
 
 _SECONDS = ("forward", "input_grad", "weight_grad", "update")
 _BYTES = ("input_bytes", "output_bytes", "parameter_bytes")
+_LARGEST = 1e15
 _DEMANDS = ("forward_demand", "input_grad_demand", "weight_grad_demand", "update_demand")
 
 
@@ -51,8 +51,10 @@ class LayerCost:
     def __post_init__(self) -> None:
         for key in (*_SECONDS, *_BYTES):
             value = getattr(self, key)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ArgumentError(f"layer {self.name!r}, {key}", value, "give a finite number, zero or more")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LARGEST:
+                shown = float("inf") if isinstance(value, int) and value >= _LARGEST else value
+                remedy = f"give a number, zero or more, and less than {_LARGEST:g}"
+                raise ArgumentError(f"layer {self.name!r}, {key}", shown, remedy)
             if key in _BYTES and value != int(value):
                 raise ArgumentError(f"layer {self.name!r}, {key}", value, "give whole bytes")
         for key in _DEMANDS:
@@ -102,10 +104,13 @@ class Costs:
             data = json.loads(path.read_text())
         except OSError as error:
             raise ArgumentError("cost file", str(path), f"cannot be read: {error.strerror}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ArgumentError("cost file", str(path), f"is not valid JSON: {error}") from None
         if not isinstance(data, dict) or not isinstance(data.get("layers"), list):
             raise ArgumentError("cost file", str(path), 'write one object with a list under "layers"')
+        unknown = sorted(data.keys() - {"name", "layers"})
+        if unknown:
+            raise ArgumentError(f"{path}, key", unknown[0], "is unknown; the file has a name and layers")
         layers = tuple(_layer(row, f"{path}, layer {i}") for i, row in enumerate(data["layers"]))
         return cls(layers, name=str(data.get("name", path.stem)), source=str(path))
 

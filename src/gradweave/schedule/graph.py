@@ -12,6 +12,9 @@ from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Cluster
 from gradweave.schedule.tasks import Buffer, Kind, Task
 
+_LONGEST = 1e15
+"""Seconds; beyond it, sums of durations lose their meaning."""
+
 
 class Family(StrEnum):
     """The kinds of scenario; a policy says which of them it fits."""
@@ -57,6 +60,14 @@ class TaskGraph:
     def __post_init__(self) -> None:
         if len(self.needs) != len(self.tasks):
             raise ArgumentError("needs", len(self.needs), f"give one entry for each of the {len(self.tasks)} tasks")
+        for task in self.tasks:
+            if not 0 <= task.seconds < _LONGEST:
+                raise ArgumentError(
+                    f"seconds of {task.label}", task.seconds, f"give 0 or more, and less than {_LONGEST:g}"
+                )
+        for buffer in self.buffers:
+            if buffer.size < 0 or not buffer.users or not all(0 <= user < len(self.tasks) for user in buffer.users):
+                raise ArgumentError("buffers", buffer, "give a size of 0 or more, and tasks of the graph as users")
         for index, needs in enumerate(self.needs):
             for need in needs:
                 if not 0 <= need < index:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from gradweave.errors import ArgumentError
@@ -36,4 +37,5 @@ def plan(graph: TaskGraph, *, policy: str, **options: Any) -> Schedule:
         if option not in chosen.options:
             known = ", ".join(chosen.options) or "none"
             raise ArgumentError(option, options[option], f"is no option of {policy}; it takes {known}")
-    return chosen.function(graph, **options)
+    schedule = chosen.function(graph, **options)
+    return replace(schedule, options={**options, **schedule.options})

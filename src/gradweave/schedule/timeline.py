@@ -51,12 +51,13 @@ class Timeline:
     def step_time(self) -> float:
         """Seconds per step in steady state.
 
-        It is the time from the end of one step's forward to the end of the next one's, over the
-        last period shown; of a single step that nothing follows, the makespan.
+        It is the time from the end of one step's first forward, its first micro-batch's, to the end
+        of the next one's, over the last period shown; of a single step that nothing follows, the
+        makespan.
         """
         ends: dict[int, float] = {}
         for span in self.spans:
-            if span.task.kind is Kind.F:
+            if span.task.kind is Kind.F and span.task.microbatch == 0:
                 ends[span.task.step] = max(ends.get(span.task.step, 0.0), span.end)
         marks = [ends[step] for step in sorted(ends)]
         if len(marks) > self.period:

@@ -70,6 +70,12 @@ def test_beside_flat_ddp_it_gains_what_the_link_cost():
     assert plan(graph, policy="ddp").simulate().step_time > 2 * COMPUTE
 
 
+def test_too_few_steps_to_see_a_period_are_refused():
+    graph = hierarchical(Costs.uniform(4), nodes=2, local_ranks=2, link=Link(1.0), steps=8)
+    with pytest.raises(ArgumentError, match="steps=8: give at least 9"):
+        plan(graph, policy="daso", every=4, wait=1)
+
+
 @pytest.mark.parametrize("options", [{"every": 0}, {"wait": -1}])
 def test_senseless_options_are_rejected(options):
     with pytest.raises(ArgumentError, match=next(iter(options))):

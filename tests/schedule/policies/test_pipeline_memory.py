@@ -55,6 +55,8 @@ def test_interleaved_needs_enough_layers_and_even_micro_batches():
         plan(pipeline(Costs.uniform(8), stages=4, microbatches=6), policy="interleaved")
     with pytest.raises(ArgumentError, match="chunks=0"):
         plan(pipeline(Costs.uniform(8), stages=4, microbatches=4), policy="interleaved", chunks=0)
+    with pytest.raises(ArgumentError, match="group=3: give at most 2: 8 layers on 4 stages"):
+        plan(pipeline(Costs.uniform(8), stages=4, microbatches=4), policy="modulo", group=3)
     with pytest.raises(ArgumentError, match="group=0"):
         plan(pipeline(Costs.uniform(8), stages=4, microbatches=4), policy="modulo", group=0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradweave.errors import ArgumentError
+from gradweave.errors import ArgumentError, ScheduleError
 from gradweave.schedule import Costs, Kind, LayerCost, Link, data_parallel, network, plan
 from gradweave.schedule.networks import ARITHMETIC_ONLY
 
@@ -36,7 +36,7 @@ def test_reverse_first_k_gains_on_a_fifo_link(ratio, gain):
 def test_it_stays_out_of_the_way_where_communication_is_cheap(ratio):
     graph = resnet(ratio)
     chosen = plan(graph, policy="reverse_first_k", bucket_bytes=0)
-    assert chosen.options == {"k": 0}
+    assert chosen.options == {"bucket_bytes": 0, "k": 0}
     assert chosen.simulate().step_time == pytest.approx(step_time(graph, "ddp"), rel=1e-3)
 
 
@@ -102,6 +102,8 @@ def test_a_byte_budget_bounds_k():
     assert bounded.simulate().peak_bytes < peak
     with pytest.raises(ArgumentError, match=r"byte_budget=1: give at least \d+ bytes: no k holds less"):
         plan(graph, policy="reverse_first_k", byte_budget=1)
+    with pytest.raises(ScheduleError, match="byte_budget=1: reverse_first_k holds"):
+        plan(graph, policy="reverse_first_k", k=3, byte_budget=1)
     with pytest.raises(ArgumentError, match="k=9: give 0 to 8"):
         plan(graph, policy="reverse_first_k", k=9)
 

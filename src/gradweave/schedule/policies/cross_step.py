@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradweave.schedule.graph import TaskGraph
-from gradweave.schedule.policies.joint import held_bytes, lay_out_backward
+from gradweave.schedule.policies.joint import lay_out_backward
 from gradweave.schedule.policies.one_device import MAIN, SIDE, forward, stream
 from gradweave.schedule.policies.regions import Placement, fastest_within_budget, make_regions, place_weight_gradients
 from gradweave.schedule.schedule import Schedule
@@ -24,7 +24,7 @@ def cross_step(graph: TaskGraph, *, byte_budget: int | None = None) -> Schedule:
         )
         return _schedule(graph, crossing, staying)
 
-    return fastest_within_budget(schedule, held_bytes(graph), byte_budget)
+    return fastest_within_budget(graph, schedule, byte_budget)
 
 
 def _schedule(graph: TaskGraph, crossing: Placement, staying: Placement) -> Schedule:

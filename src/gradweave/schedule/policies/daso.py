@@ -31,6 +31,8 @@ def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1) -> Schedule:
         raise ArgumentError("every", every, "give at least 1 step")
     if wait < 0:
         raise ArgumentError("wait", wait, "give 0 steps or more")
+    if graph.steps < wait + 2 * every:
+        raise ArgumentError("steps", graph.steps, f"give at least {wait + 2 * every}, for the exchanges to recur")
     graph, merges = _exchange(graph, every, wait)
     order: list[int] = []
     for step in range(graph.steps):

@@ -19,12 +19,7 @@ def joint(graph: TaskGraph, *, byte_budget: int | None = None) -> Schedule:
         placement = place_weight_gradients(graph, make_regions(graph, with_next_forward=False), hold_limit)
         return _schedule(graph, placement, "joint")
 
-    return fastest_within_budget(schedule, held_bytes(graph), byte_budget)
-
-
-def held_bytes(graph: TaskGraph) -> int:
-    """Bytes held if every weight gradient of a step were put off."""
-    return sum(cost.input_bytes + cost.output_bytes for cost in graph.costs.layers)
+    return fastest_within_budget(graph, schedule, byte_budget)
 
 
 def _schedule(graph: TaskGraph, placement: Placement, policy: str) -> Schedule:

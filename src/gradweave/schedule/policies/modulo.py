@@ -13,4 +13,6 @@ def modulo(graph: TaskGraph, *, group: int = 1, max_in_flight: int | None = None
     if group < 1:
         raise ArgumentError("group", group, "give at least 1 layer")
     stages = graph.cluster.devices
+    if stages > 1 and group > (most := (graph.layers - 1) // (stages - 1)):
+        raise ArgumentError("group", group, f"give at most {most}: {graph.layers} layers on {stages} stages")
     return input_gradients_first(graph, lambda layer: layer // group % stages, max_in_flight, "modulo")

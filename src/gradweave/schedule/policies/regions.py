@@ -9,11 +9,13 @@ or at its natural place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from gradweave.errors import ArgumentError
 from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.policies.in_order import in_order
+from gradweave.schedule.policies.one_device import SIDE, stream
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Demand
 
@@ -126,10 +128,14 @@ def _bounds(graph: TaskGraph, regions: list[Region]) -> list[tuple[int, int]]:
     return list(zip(natural, deadline, strict=True))
 
 
-def fastest_within_budget(schedule: Callable[[float], Schedule], most_held: int, byte_budget: int | None) -> Schedule:
-    """Tries bounds on held bytes, from none to nothing held, and keeps the fastest that fits the budget."""
+def fastest_within_budget(graph: TaskGraph, schedule: Callable[[float], Schedule], byte_budget: int | None) -> Schedule:
+    """Tries stock order, and bounds on held bytes from nothing to everything; keeps the fastest that fits."""
+    most_held = sum(cost.input_bytes + cost.output_bytes for cost in graph.costs.layers)
     limits = [0.0, *(most_held / 2**halving for halving in reversed(range(_HALVINGS)))]
-    tried = [(candidate, candidate.simulate()) for candidate in map(schedule, limits)]
+    candidates = [schedule(limit) for limit in limits]
+    stock = in_order(graph)
+    candidates.insert(0, replace(stock, lanes=(*stock.lanes, stream(SIDE, ())), policy=candidates[0].policy))
+    tried = [(candidate, candidate.simulate()) for candidate in candidates]
     least = min(timeline.peak_bytes for _, timeline in tried)
     fitting = [entry for entry in tried if byte_budget is None or entry[1].peak_bytes <= byte_budget]
     if not fitting:

@@ -33,7 +33,9 @@ def reverse_first_k(
     if k is not None:
         if not 0 <= k <= graph.layers:
             raise ArgumentError("k", k, f"give 0 to {graph.layers}, the number of layers")
-        return _schedule(graph, k, bucket_bytes)
+        schedule = _schedule(graph, k, bucket_bytes)
+        schedule.validate(byte_budget=byte_budget)
+        return schedule
     return _fastest(lambda candidate: _schedule(graph, candidate, bucket_bytes), graph.layers, byte_budget)
 
 
