@@ -1,0 +1,7 @@
+"""Optimizer fusion under a loop you keep: updates moved into backward or into the next forward."""
+
+from __future__ import annotations
+
+from gradweave.fusion.attach import Fusion, fuse
+
+__all__ = ["Fusion", "fuse"]

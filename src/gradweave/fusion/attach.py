@@ -1,0 +1,181 @@
+"""``fuse()``: attaching to a model and an optimizer, and letting go again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave.compat import is_distributed_tensor
+from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.fusion.auto import AutoEngine
+from gradweave.fusion.backward import BackwardEngine
+from gradweave.fusion.coupling import check_independent
+from gradweave.fusion.forward import ForwardEngine
+from gradweave.fusion.hooks import ModuleHook, StepHooks
+from gradweave.fusion.norms import NormTracker
+
+MODES = ("auto", "forward", "backward")
+_ATTACHED = "_gradweave_fusion"
+
+
+def fuse(model: nn.Module, optimizer: Optimizer, mode: str = "auto", *, track_grad_norm: bool = False) -> Fusion:
+    """Moves an optimizer's updates into backward, or into the next forward, under an unchanged loop.
+
+    Parameters and optimizer state stay bit for bit what the same optimizer makes of them in stock
+    order. ``optimizer.step()`` remains the call that ends a step; after it, ``.grad`` may not be
+    read until the next backward.
+
+    Args:
+        model: The model whose forward and backward are run; wrapped or not.
+        optimizer: Any optimizer that treats its parameters independently.
+        mode: ``"backward"`` updates a bucket of parameters as soon as its gradients are final and
+            frees them at once; it cannot serve what needs all gradients, such as clipping by norm.
+            ``"forward"`` updates a bucket before its next use, on CUDA beside the next forward; it
+            works with clipping, scaling and accumulation. ``"auto"`` finds out what the loop needs,
+            measures, and keeps the fastest, stock order included.
+        track_grad_norm: Keep what :meth:`Fusion.grad_norm` needs; costs a read of each gradient.
+
+    Returns:
+        A handle that detaches; also a context manager that does so at its end.
+    """
+    if mode not in MODES:
+        raise ArgumentError("mode", mode, f"use one of {', '.join(MODES)}")
+    _check_optimizer(optimizer)
+    _check_model(model, optimizer, mode)
+    check_independent(optimizer)
+    return Fusion(model, optimizer, mode, track_grad_norm=track_grad_norm)
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise ArgumentError(
+            "optimizer",
+            type(optimizer).__name__,
+            "needs all parameters, or sparse gradients, at once; train without fuse(), or with SGD, Adam or AdamW",
+        )
+    if optimizer.defaults.get("differentiable"):
+        raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
+    if getattr(optimizer, _ATTACHED, None) is not None:
+        raise ArgumentError("optimizer", type(optimizer).__name__, "is fused already; detach() the first fusion")
+
+
+def _check_model(model: nn.Module, optimizer: Optimizer, mode: str) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise ArgumentError("model", "DataParallel", "copies weights behind our back; use DistributedDataParallel")
+        if mode == "backward" and isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ArgumentError("mode", mode, 'would see gradients before DDP has averaged them; use mode="forward"')
+        _check_neighbours(module, optimizer)
+    own = {id(p) for p in model.parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if is_distributed_tensor(p):
+                raise ArgumentError("model", "FSDP", "sharded parameters are not supported yet; train without fuse()")
+            if id(p) not in own:
+                raise ArgumentError(
+                    "optimizer",
+                    f"a parameter of shape {tuple(p.shape)}",
+                    "is not in the model; give the model that owns it",
+                )
+
+
+def _check_neighbours(module: nn.Module, optimizer: Optimizer) -> None:
+    """Another optimizer on the same model is welcome, one on the same parameters is not."""
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, _Presence) and hook.fusion is not None:
+            other = hook.fusion.optimizer
+            if any(id(p) in mine for group in other.param_groups for p in group["params"]):
+                raise ArgumentError(
+                    "optimizer",
+                    type(optimizer).__name__,
+                    "shares parameters with one that is fused; detach() that first",
+                )
+
+
+class _Presence(ModuleHook):
+    """Marks a model as fused, for the next fuse() to find."""
+
+    def __init__(self, fusion: Fusion) -> None:
+        super().__init__()
+        self.fusion: Fusion | None = fusion
+
+
+class Fusion:
+    """What :func:`fuse` returns: a hold on the attachment."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, mode: str, *, track_grad_norm: bool) -> None:
+        self.mode = mode
+        self.optimizer = optimizer
+        self._norms = NormTracker(enabled=track_grad_norm)
+        self._engine: AutoEngine | BackwardEngine | ForwardEngine | None
+        if mode == "backward":
+            self._engine = BackwardEngine(optimizer, self._norms)
+        elif mode == "forward":
+            self._engine = ForwardEngine(model, optimizer, self._norms)
+        else:
+            self._engine = AutoEngine(model, optimizer, self._norms)
+        self._hooks = StepHooks(optimizer, self._engine.before_step, self._engine.after_step)
+        self._mark = model.register_forward_pre_hook(_Presence(self))
+        setattr(optimizer, _ATTACHED, self)
+
+    def __enter__(self) -> Fusion:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def flush(self) -> None:
+        """Applies every update that step() has decided and that is not in the weights yet.
+
+        Reading a parameter does this for what it needs; call it before something that reads
+        weights behind torch's back.
+        """
+        self._attached().flush()
+
+    def detach(self) -> None:
+        """Applies what is pending and lets go: the model and ``step()`` are stock again."""
+        if self._engine is not None:
+            self._engine.detach()
+            self._hooks.remove()
+            self._mark.remove()
+            self._engine = None
+            delattr(self.optimizer, _ATTACHED)
+
+    @contextmanager
+    def no_update(self) -> Iterator[None]:
+        """Backwards inside only accumulate gradients: for all micro-batches of a step but the last."""
+        engine = self._attached()
+        before, engine.accumulating = engine.accumulating, True
+        try:
+            yield
+        finally:
+            engine.accumulating = before
+
+    def accept_partial(self) -> None:
+        """After a backward that failed halfway in backward mode: goes on with the weights as they are."""
+        self._attached().accept_partial()
+
+    def grad_norm(self) -> torch.Tensor:
+        """The norm over all gradients of the last step, as clipping computes it, before any clipping."""
+        return self._norms.total()
+
+    def explain(self) -> str:
+        """What is done, and why."""
+        if self._engine is None:
+            return "detached: stock order"
+        return f"mode={self.mode!r}: {self._engine.describe()}"
+
+    def _attached(self) -> AutoEngine | BackwardEngine | ForwardEngine:
+        if self._engine is None:
+            raise GradweaveError("this fusion is detached; call fuse() again")
+        return self._engine

@@ -1,0 +1,230 @@
+"""Backward-fusion: each bucket is updated, and its gradients freed, while backward goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave.compat import at_end_of_backward, current_backward
+from gradweave.errors import GradweaveError
+from gradweave.fusion.buckets import Bucket, make_buckets, same_objects
+from gradweave.fusion.guard import GradientGuard
+from gradweave.fusion.norms import NormTracker
+from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written
+
+REMEDY = 'use mode="forward", which keeps gradients until step()'
+
+
+class BackwardEngine:
+    """Updates buckets from inside backward.
+
+    The first step runs in stock order while gradients are watched: a loop that reads or changes
+    ``.grad`` between ``backward()`` and ``step()``, or that runs several backwards per step, is
+    refused before any weight has moved. It also shows the order in which gradients arrive. From
+    then on one hook per bucket, on the parameter whose gradient arrives last, updates the bucket;
+    what is not ready then (an unused parameter, another order) is left to ``step()``.
+    """
+
+    def __init__(self, optimizer: Optimizer, norms: NormTracker, bucket_bytes: int | None = None) -> None:
+        self.optimizer = optimizer
+        self.accumulating = False
+        self.buckets: list[Bucket] = []
+        self._bucket_bytes = bucket_bytes
+        self._norms = norms
+        self._stepper = PartialStepper(optimizer)
+        self._guards: dict[nn.Parameter, GradientGuard] = {}
+        self._hooks: list[Any] = []
+        self._watched: dict[nn.Parameter, torch.Tensor] = {}
+        self._applied: list[Bucket] = []
+        self._settings: list[dict[str, Any]] | None = None
+        self._running: set[int] = set()
+        self._on_load = optimizer.register_load_state_dict_post_hook(lambda _: self.accept_partial())
+        self._watch()
+
+    def detach(self) -> None:
+        """Takes every hook away; ``.grad`` is then what is left for a stock step."""
+        self._on_load.remove()
+        self._remove_hooks()
+        for p, grad in self._watched.items():
+            p.grad = grad
+        self._watched.clear()
+        for p, guard in self._guards.items():
+            if p.grad is guard:
+                p.grad = None
+
+    def flush(self) -> None:
+        """Nothing is ever pending: updates are done when backward is."""
+
+    def accept_partial(self) -> None:
+        """Goes on from weights of which a failed backward has updated some."""
+        self._running.clear()
+        self._applied = []
+        self._settings = None
+
+    def describe(self) -> str:
+        """What it does, for explain()."""
+        if self._watching:
+            return "watching the first step, in stock order"
+        return f"{len(self.buckets)} bucket(s) updated while backward goes on, gradients freed at once"
+
+    # Watching
+
+    def _watch(self) -> None:
+        self._remove_hooks()
+        self._watching = True
+        self._known = self._trainable()
+        for p in self._known:
+            if p not in self._guards:
+                self._guards[p] = GradientGuard(p, self._refuse_use)
+            self._hooks.append(p.register_post_accumulate_grad_hook(self._set_aside))
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _set_aside(self, p: torch.Tensor) -> None:
+        """While watching: hides a gradient, so that whatever touches it is noticed."""
+        if self.accumulating or not isinstance(p, nn.Parameter) or p.grad is None:
+            return
+        self._check_gradient(p.grad)
+        self._watched[p] = p.grad
+        p.grad = self._guards[p]
+
+    def _check_gradient(self, grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise GradweaveError(
+                'backward(create_graph=True): mode="backward" updates weights that a second backward would need; '
+                + REMEDY
+            )
+        if grad.layout is not torch.strided:
+            raise GradweaveError(
+                f'a gradient has layout {grad.layout}: mode="backward" takes dense gradients; '
+                "build the embedding with sparse=False"
+            )
+
+    def _refuse_use(self, operation: str) -> GradweaveError:
+        if operation.startswith(("add_", "add.")):
+            return GradweaveError(
+                'a second backward before step() and zero_grad(): mode="backward" updates weights in the first; run '
+                "all but the last under fusion.no_update(), call zero_grad() after step(), or " + REMEDY
+            )
+        if self._watching:
+            return GradweaveError(
+                f'{operation} on a .grad between backward() and step(): mode="backward" has used it up by then; '
+                f"no weight has been changed; {REMEDY}"
+            )
+        return GradweaveError(
+            f'{operation} on a .grad that is gone: mode="backward" frees gradients during backward(); {REMEDY}'
+        )
+
+    def _arm(self) -> None:
+        """The watched step is over: from now on buckets are updated in backward."""
+        self._remove_hooks()
+        self.buckets = make_buckets(self.optimizer, self._watched, self._bucket_bytes)
+        self._watched = {}
+        self._watching = False
+        for bucket in self.buckets:
+            last = bucket.params[-1]
+            self._hooks.append(last.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket)))
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # During backward
+
+    def _ready(self, bucket: Bucket) -> None:
+        """The bucket's last gradient has arrived: updates it if all of them are there."""
+        if self.accumulating:
+            return
+        grads = [p.grad for p in bucket.params]
+        if any(grad is None or type(grad) is GradientGuard for grad in grads):
+            return
+        for grad in grads:
+            self._check_gradient(grad)  # type: ignore[arg-type]
+        self._begin_update(bucket)
+        self._norms.add(bucket.params, grads)  # type: ignore[arg-type]
+        with torch.autocast(bucket.params[0].device.type, enabled=False):
+            self._stepper.step(bucket.groups)
+        mark_written(bucket.params)
+        for p in bucket.params:
+            p.grad = self._guards[p]
+        self._applied.append(bucket)
+
+    def _begin_update(self, bucket: Bucket) -> None:
+        """Keeps account of what this step has used, and notices when its backward is through."""
+        if bucket in self._applied:
+            raise GradweaveError(
+                self._partial_message()
+                if self._running
+                else 'a backward without step() after it: mode="backward" had already updated the weights; '
+                "call step() after every backward that is not under fusion.no_update(), or " + REMEDY
+            )
+        if self._settings is None:
+            self._settings = FrozenStep(self.optimizer).groups
+        running = current_backward()
+        if running not in self._running:
+            self._running.add(running)
+            at_end_of_backward(lambda: self._running.discard(running))
+
+    # At step()
+
+    def before_step(self) -> None:
+        """Leaves for the optimizer's own update what backward has not updated."""
+        if self._watching:
+            for p, grad in self._watched.items():
+                p.grad = grad
+            self._norms.add(list(self._watched), list(self._watched.values()))
+            return
+        if self._running:
+            raise GradweaveError(self._partial_message())
+        self._check_settings()
+        for bucket in self._applied:
+            for p in bucket.params:
+                p.grad = None
+        if self._norms.enabled:
+            left = [p for p in self._known if p.grad is not None]
+            self._norms.add(left, [p.grad for p in left])  # type: ignore[misc]
+
+    def _check_settings(self) -> None:
+        """Hyperparameters must not have changed since backward used them."""
+        if self._settings is None:
+            return
+        for index, (then, now) in enumerate(zip(self._settings, self.optimizer.param_groups, strict=False)):
+            for key, value in then.items():
+                current: Any = now.get(key)
+                same = torch.equal(value, current) if isinstance(value, torch.Tensor) else bool(value == current)
+                if not same:
+                    raise GradweaveError(
+                        f"param_groups[{index}][{key!r}] changed from {value} to {current} between backward() and "
+                        "step(): "
+                        f'mode="backward" has already used the former; change it after step(), or {REMEDY}'
+                    )
+
+    def _partial_message(self) -> str:
+        done = sum(len(bucket.params) for bucket in self._applied)
+        names = ", ".join(str(bucket.number) for bucket in self._applied)
+        return (
+            f"backward failed after it had updated bucket(s) {names} of {len(self.buckets)} "
+            f"({done} of {len(self._known)} parameters, with their optimizer state); the others are as before. "
+            "Load a checkpoint of model and optimizer, or call fusion.accept_partial() to go on from here"
+        )
+
+    def after_step(self) -> None:
+        """Closes the step; from here to the next backward, gradients may not be used."""
+        self._norms.end_step(self._known)
+        for bucket in self._applied:
+            for p in bucket.params:
+                p.grad = self._guards[p]
+        self._applied = []
+        self._settings = None
+        if self._watching and self._watched:
+            used = self._watched
+            self._arm()
+            for p in used:
+                p.grad = self._guards[p]
+        elif not self._watching and not same_objects(self._trainable(), self._known):
+            self._watch()

@@ -1,0 +1,82 @@
+"""Buckets: parameters that are updated together, in the order they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+CPU_BUCKET_BYTES = 4 * 2**20
+"""About what a core's cache holds: the update finds its gradients there."""
+CUDA_BUCKET_BYTES = 64 * 2**20
+"""Large enough that the host's part of an update does not matter, small enough to free early."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """Parameters updated by one call.
+
+    Attributes:
+        number: Its place in the order of use.
+        params: In the order of use.
+        groups: The same by index of their parameter group, in the order of the group.
+    """
+
+    number: int
+    params: tuple[nn.Parameter, ...]
+    groups: dict[int, list[nn.Parameter]]
+
+    @property
+    def size(self) -> int:
+        """Bytes of its parameters, and so of its gradients."""
+        return sum(p.numel() * p.element_size() for p in self.params)
+
+
+def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], bucket_bytes: int | None = None) -> list[Bucket]:
+    """Fills buckets with an optimizer's parameters in the given order.
+
+    A bucket is closed when it holds ``bucket_bytes``, or before a parameter on another device.
+    Parameters that the order leaves out are in no bucket.
+    """
+    place = {
+        p: (index, position)
+        for index, group in enumerate(optimizer.param_groups)
+        for position, p in enumerate(group["params"])
+    }
+    buckets: list[Bucket] = []
+    filling: list[nn.Parameter] = []
+    size = 0
+
+    def close() -> None:
+        nonlocal filling, size
+        if filling:
+            groups: dict[int, list[nn.Parameter]] = {}
+            for p in sorted(filling, key=place.__getitem__):
+                groups.setdefault(place[p][0], []).append(p)
+            buckets.append(Bucket(len(buckets), tuple(filling), groups))
+        filling, size = [], 0
+
+    for p in dict.fromkeys(order):
+        if p not in place:
+            continue
+        if filling and filling[-1].device != p.device:
+            close()
+        filling.append(p)
+        size += p.numel() * p.element_size()
+        limit = bucket_bytes or _default_bytes(p.device)
+        if size >= limit:
+            close()
+    close()
+    return buckets
+
+
+def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether two lists hold the same objects; comparing parameters would compare their values."""
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _default_bytes(device: torch.device) -> int:
+    return CPU_BUCKET_BYTES if device.type == "cpu" else CUDA_BUCKET_BYTES

@@ -1,0 +1,94 @@
+"""Standing in front of an optimizer's step without replacing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave.compat import step_pre_hooks
+
+
+class ModuleHook:
+    """A module's forward pre-hook that stays behind when the module is copied or saved.
+
+    Modules take their hooks along; the copy's one does nothing, so that a copy is a stock model.
+    """
+
+    def __init__(self, callback: Callable[[nn.Module], None] | None = None) -> None:
+        self._callback = callback
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """As torch calls it, before the module's forward."""
+        if self._callback is not None:
+            self._callback(module)
+
+    def __deepcopy__(self, _: Any) -> ModuleHook:
+        return ModuleHook()
+
+    def __reduce__(self) -> Any:
+        return ModuleHook, ()
+
+
+class StepHooks:
+    """Calls ``before`` just before an optimizer's own update and ``after`` behind it.
+
+    The optimizer's ``step`` stays what it is, also where a scheduler or a scaler has wrapped it.
+    ``before`` comes after a closure, and after every other hook that runs before the step, so
+    that it sees the gradients that the update would see: where a hook was added behind it, that
+    step is left alone and the order is mended for the next.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self.optimizer = optimizer
+        self._before = before
+        self._after = after
+        self._left_alone = False
+        self._pre = optimizer.register_step_pre_hook(self._pre_hook)
+        self._post = optimizer.register_step_post_hook(self._post_hook)
+
+    def remove(self) -> None:
+        """Takes both hooks away."""
+        self._pre.remove()
+        self._post.remove()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other hook runs between ``before`` and the update."""
+        return bool(next(reversed(step_pre_hooks(self.optimizer))) == self._pre.id)
+
+    def move_last(self) -> None:
+        """Goes behind hooks that were added later."""
+        if not self.is_last:
+            self._pre.remove()
+            self._pre = self.optimizer.register_step_pre_hook(self._pre_hook)
+
+    def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._left_alone = not self.is_last
+        if self._left_alone:
+            return None
+        position = 1 if len(args) > 1 else None
+        closure = args[1] if position else kwargs.get("closure")
+        if closure is None:
+            self._before()
+            return None
+
+        def closure_then_before() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            with torch.no_grad():
+                self._before()
+            return loss
+
+        if position:
+            return (args[0], closure_then_before, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_then_before}
+
+    def _post_hook(self, *_: Any) -> None:
+        if self._left_alone:
+            self.move_last()
+        else:
+            self._after()

@@ -1,0 +1,101 @@
+"""Parameters whose update is still to come: whoever looks at one sees it updated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradweave.compat import no_torch_function
+
+_ATTRIBUTES = (
+    "requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "is_cuda", "is_sparse", "_version",
+    "_backward_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+_SETTABLE = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_METADATA: set[Any] = {
+    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(torch.Tensor, name).__set__ for name in _SETTABLE),
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.requires_grad_,
+}
+"""What may be asked of a parameter without bringing it up to date.
+
+Its shape is not among them: functions that go on to read the value without another word to
+Python, such as vmap, ask for it first.
+"""
+
+
+class _PendingGradient:
+    """``.grad`` of pending parameters, kept in Python: zero_grad asks for all of them in every step."""
+
+    def __init__(self, shown: dict[nn.Parameter, Any], resolve: Callable[[nn.Parameter], None]) -> None:
+        self.shown = shown
+        self.resolve = resolve
+
+    def __get__(self, param: nn.Parameter | None, owner: type) -> Any:
+        return self if param is None else self.shown.get(param)
+
+    def __set__(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
+        if value is None:
+            self.shown.pop(param, None)
+        else:
+            self.resolve(param)
+            param.grad = value
+
+    def __delete__(self, param: nn.Parameter) -> None:
+        self.shown.pop(param, None)
+
+
+def pending_class(shown: dict[nn.Parameter, Any], resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
+    """A class that parameters take on while their update is pending.
+
+    Any torch function given such a parameter, and any attribute that depends on its value, calls
+    ``resolve`` first, which must update it and give it back its own class.
+
+    Args:
+        shown: What ``.grad`` of a pending parameter is; None where it has no entry.
+        resolve: Brings a parameter up to date.
+    """
+
+    class PendingParameter(nn.Parameter):
+        grad = _PendingGradient(shown, resolve)
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func in _METADATA:
+                with no_torch_function():
+                    return func(*args, **kwargs)
+            for param in _pending((args, kwargs), cls):
+                resolve(param)
+            return func(*args, **kwargs)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            resolve(self)
+            return self.__deepcopy__(memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            resolve(self)
+            return self.__reduce_ex__(protocol)
+
+    return PendingParameter
+
+
+def _pending(value: Any, cls: type) -> Iterator[Any]:
+    """The pending parameters among nested arguments."""
+    if type(value) is cls:
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _pending(item, cls)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _pending(item, cls)

@@ -1,0 +1,69 @@
+"""Running an optimizer's own update on some of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gradweave.compat import own_step
+
+_SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
+
+
+class FrozenStep:
+    """What a step would do if it ran now: the hyperparameters of every group, and a scaler's verdict.
+
+    Schedulers change the former, some of them in place, and GradScaler deletes the latter, before
+    a deferred update gets to run.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.groups = [
+            {key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        self.scaler = {
+            name: getattr(optimizer, name) for name in _SCALER_ATTRIBUTES if getattr(optimizer, name, None) is not None
+        }
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+class PartialStepper:
+    """Steps subsets of an optimizer's parameters through the optimizer's own code.
+
+    For the time of the call the optimizer's groups are replaced by ones that hold the subset and
+    the same hyperparameters. State is the optimizer's own; step hooks do not run.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._step = own_step(optimizer)
+
+    def step(self, subset: Mapping[int, Sequence[torch.nn.Parameter]], frozen: FrozenStep | None = None) -> None:
+        """Updates the given parameters of each group, by index, as ``frozen`` says or as things stand."""
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        settings = groups if frozen is None else frozen.groups
+        optimizer.param_groups = [{**settings[index], "params": params} for index, params in subset.items()]
+        scaler = {} if frozen is None else frozen.scaler
+        try:
+            for name, value in scaler.items():
+                setattr(optimizer, name, value)
+            self._step(optimizer)
+        finally:
+            optimizer.param_groups = groups
+            for name in scaler:
+                delattr(optimizer, name)
+
+
+def mark_written(params: Iterable[torch.nn.Parameter]) -> None:
+    """Tells autograd that parameters changed, so that a stale use of them raises.
+
+    Fused kernels write without telling it.
+    """
+    torch.autograd.graph.increment_version(list(params))

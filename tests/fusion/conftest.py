@@ -1,0 +1,9 @@
+import pytest
+
+from gradweave.fusion import buckets
+
+
+@pytest.fixture(autouse=True)
+def several_buckets(monkeypatch):
+    """Buckets so small that the tests' nets have several of them."""
+    monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", 300)
