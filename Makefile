@@ -18,9 +18,9 @@ test: lint
 	$(BIN)/python -m pytest -q -n auto -m "not slow"
 
 lint: $(VENV)/ready
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
 
 # The pictures that README and docs show.
 pictures: $(VENV)/ready
