@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradweave.errors import GradweaveError
+    from gradweave.fusion import Fusion, fuse
     from gradweave.schedule import Schedule, TaskGraph, Timeline, plan
 
 __version__ = "0.1.0"
 
-__all__ = ["GradweaveError", "Schedule", "TaskGraph", "Timeline", "plan"]
+__all__ = ["Fusion", "GradweaveError", "Schedule", "TaskGraph", "Timeline", "fuse", "plan"]
 
 _HOMES = {
+    "Fusion": "gradweave.fusion",
     "GradweaveError": "gradweave.errors",
     "Schedule": "gradweave.schedule",
     "TaskGraph": "gradweave.schedule",
     "Timeline": "gradweave.schedule",
+    "fuse": "gradweave.fusion",
     "plan": "gradweave.schedule",
 }
 

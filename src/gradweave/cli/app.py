@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gradweave import __version__
+from gradweave.cli.compare import compare_command
 from gradweave.cli.simulate import simulate_app
 from gradweave.errors import GradweaveError
 
@@ -19,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("compare")(compare_command)
 app.add_typer(simulate_app, name="simulate")
 
 

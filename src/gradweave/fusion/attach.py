@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 import torch
@@ -168,6 +168,10 @@ class Fusion:
     def grad_norm(self) -> torch.Tensor:
         """The norm over all gradients of the last step, as clipping computes it, before any clipping."""
         return self._norms.total()
+
+    def record(self, recorder: Callable[[int], AbstractContextManager[None]] | None) -> None:
+        """Runs each bucket's update inside ``recorder(bucket)``, for timelines; None ends it."""
+        self._attached().record(recorder)
 
     def explain(self) -> str:
         """What is done, and why."""

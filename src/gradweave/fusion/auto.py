@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from statistics import median
 
 import torch
@@ -72,6 +74,11 @@ class AutoEngine:
         """Goes on after a failed backward."""
         if self._engine is not None:
             self._engine.accept_partial()
+
+    def record(self, recorder: Callable[[int], AbstractContextManager[None]] | None) -> None:
+        """Lets a recorder see the updates of what is attached now."""
+        if self._engine is not None:
+            self._engine.record(recorder)
 
     def describe(self) -> str:
         """What was chosen, and why."""

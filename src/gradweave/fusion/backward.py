@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,6 +65,10 @@ class BackwardEngine:
         self._running.clear()
         self._applied = []
         self._settings = None
+
+    def record(self, recorder: Callable[[int], AbstractContextManager[None]] | None) -> None:
+        """Lets a recorder see when each bucket is updated."""
+        self._stepper.recorder = recorder
 
     def describe(self) -> str:
         """What it does, for explain()."""
@@ -148,7 +154,7 @@ class BackwardEngine:
         self._begin_update(bucket)
         self._norms.add(bucket.params, grads)  # type: ignore[arg-type]
         with torch.autocast(bucket.params[0].device.type, enabled=False):
-            self._stepper.step(bucket.groups)
+            self._stepper.step_bucket(bucket)
         mark_written(bucket.params)
         for p in bucket.params:
             p.grad = self._guards[p]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -82,6 +83,10 @@ class ForwardEngine:
 
     def accept_partial(self) -> None:
         """Nothing is ever partly applied: a step is handed over whole."""
+
+    def record(self, recorder: Callable[[int], AbstractContextManager[None]] | None) -> None:
+        """Lets a recorder see when each bucket is updated."""
+        self._stepper.recorder = recorder
 
     def describe(self) -> str:
         """What it does, for explain()."""
@@ -204,7 +209,7 @@ class ForwardEngine:
                 torch.no_grad(),
                 torch.autocast(update.bucket.params[0].device.type, enabled=False),
             ):
-                self._stepper.step(update.bucket.groups, update.frozen)
+                self._stepper.step_bucket(update.bucket, update.frozen)
         finally:
             for p, before in kept:
                 p.grad = before

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from gradweave.compat import own_step
+from gradweave.fusion.buckets import Bucket
 
 _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 
@@ -42,7 +44,16 @@ class PartialStepper:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.recorder: Callable[[int], AbstractContextManager[None]] | None = None
         self._step = own_step(optimizer)
+
+    def step_bucket(self, bucket: Bucket, frozen: FrozenStep | None = None) -> None:
+        """Updates a bucket, and lets a recorder see when."""
+        if self.recorder is None:
+            self.step(bucket.groups, frozen)
+        else:
+            with self.recorder(bucket.number):
+                self.step(bucket.groups, frozen)
 
     def step(self, subset: Mapping[int, Sequence[torch.nn.Parameter]], frozen: FrozenStep | None = None) -> None:
         """Updates the given parameters of each group, by index, as ``frozen`` says or as things stand."""

@@ -75,7 +75,8 @@ def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     from matplotlib.patches import Patch
 
     used = {span.task.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
-    handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in COLOURS if kind in used]
+    names = {**NAMES, Kind.X: "X backward"} if Kind.W not in used else NAMES
+    handles = [Patch(color=COLOURS[kind], label=names[kind]) for kind in COLOURS if kind in used]
     handles.append(Patch(color=_IDLE, label="idle"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
 

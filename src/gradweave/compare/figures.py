@@ -1,0 +1,69 @@
+"""Pictures of a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradweave.compare.run import Comparison
+from gradweave.compare.trial import PARTS
+from gradweave.schedule.picture import COLOURS
+from gradweave.schedule.tasks import Kind
+from gradweave.schedule.timeline import save_timelines
+
+_PART_COLOURS = {"forward": COLOURS[Kind.F], "backward": COLOURS[Kind.X], "update": COLOURS[Kind.U]}
+
+
+def save_figures(comparison: Comparison, folder: Path) -> list[Path]:
+    """Writes bars of step times, loss curves and measured timelines; returns their paths."""
+    paths = [folder / name for name in ("step-times.png", "losses.png", "timelines.png")]
+    _save_bars(comparison, paths[0])
+    _save_losses(comparison, paths[1])
+    timelines = [trial.timeline for trial in comparison.trials if trial.timeline is not None]
+    save_timelines(timelines, paths[2])
+    save_timelines(timelines, folder / "timelines.json")
+    return paths
+
+
+def _save_bars(comparison: Comparison, path: Path) -> None:
+    """Step time of each variant with its spread, split as recorded steps were."""
+    from matplotlib.figure import Figure
+
+    results = comparison.results
+    figure = Figure(figsize=(9, 0.55 * len(results) + 1.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for row, result in enumerate(results):
+        low, middle, high = result.milliseconds
+        whole = sum(result.parts[part][1] for part in PARTS) or 1.0
+        left = 0.0
+        for part in PARTS:
+            width = middle * result.parts[part][1] / whole
+            axes.barh(row, width, left=left, color=_PART_COLOURS[part], height=0.7, label=part if row == 0 else None)
+            left += width
+        axes.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="black", capsize=3, linewidth=1)
+        text = f"{middle:.3g} ms, {result.speedup.value:.2f}x"
+        axes.annotate(text, (high, row), (5, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_yticks(range(len(results)), labels=[result.label for result in results])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(result.milliseconds[2] for result in results))
+    axes.set_xlabel("milliseconds per step (median; bars of spread: 20th to 80th percentile)")
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(PARTS), fontsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)
+
+
+def _save_losses(comparison: Comparison, path: Path) -> None:
+    """Loss curves on top of each other; equal ones hide each other, so each is drawn thinner."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    count = len(comparison.results)
+    for number, result in enumerate(comparison.results):
+        axes.plot(result.losses, linewidth=1.0 + 1.3 * (count - 1 - number), label=result.label, alpha=0.9)
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss")
+    axes.legend(frameon=False, fontsize=8, ncols=min(4, count))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.savefig(path)

@@ -1,0 +1,88 @@
+"""Recording when the parts of a step run, on the host's clock or on a GPU's streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gradweave.schedule.tasks import Kind, Task
+from gradweave.schedule.timeline import Span, Timeline
+
+Mark = float | torch.cuda.Event
+_MAIN, _SIDE = "main", "side"
+
+
+class Recorder:
+    """Notes the begin and end of forward, backward and updates; what is inside another cuts it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[Kind, str, int, int, Mark, Mark]] = []
+        self._main = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._origin = self._mark()
+        self._updates = 0
+        self.step = 0
+
+    def _mark(self) -> Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _lane(self) -> str:
+        if self._main is None or torch.cuda.current_stream(self._device) == self._main:
+            return _MAIN
+        return _SIDE
+
+    @contextmanager
+    def part(self, kind: Kind, layer: int = 0) -> Iterator[None]:
+        """Records what runs inside."""
+        lane, begin = self._lane(), self._mark()
+        yield
+        self._parts.append((kind, lane, self.step, layer, begin, self._mark()))
+
+    @contextmanager
+    def update(self, bucket: int) -> Iterator[None]:
+        """Records the update of a bucket."""
+        with self.part(Kind.U, bucket):
+            yield
+
+    def _seconds(self, mark: Mark) -> float:
+        if isinstance(mark, float) and isinstance(self._origin, float):
+            return mark - self._origin
+        elapsed: float = self._origin.elapsed_time(mark)  # type: ignore[union-attr, arg-type]
+        return elapsed / 1e3
+
+    def timeline(self, title: str) -> Timeline:
+        """What was recorded, with the same track names as the simulator's."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        prefix = "gpu0" if self._device.type == "cuda" else "cpu"
+        spans: list[Span] = []
+        timed = [
+            (k, lane, step, layer, self._seconds(a), self._seconds(b)) for k, lane, step, layer, a, b in self._parts
+        ]
+        for kind, lane, step, layer, start, end in timed:
+            inner = sorted(
+                (a, b) for k, other, _, _, a, b in timed if k is Kind.U and other == lane and a >= start and b <= end
+            )
+            for begin, stop in _cut(start, end, [] if kind is Kind.U else inner):
+                name = f"{prefix} {lane}"
+                spans.append(Span(name, begin, stop, Task(kind, layer, stop - begin, prefix, step=step), len(spans)))
+        spans.sort(key=lambda span: span.start)
+        lanes = [lane for lane in (_MAIN, _SIDE) if any(span.lane.endswith(lane) for span in spans)]
+        return Timeline(tuple(spans), tuple((f"{prefix} {lane}", prefix) for lane in lanes), title=title)
+
+
+def _cut(start: float, end: float, inner: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """What is left of an interval without the ones inside it."""
+    for begin, stop in inner:
+        if begin > start:
+            yield start, begin
+        start = max(start, stop)
+    if end > start:
+        yield start, end

@@ -1,0 +1,68 @@
+"""A comparison as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterable
+from pathlib import Path
+
+from gradweave.compare.run import Comparison, Result
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+.verdict { border-left: 4px solid #4477aa; padding: .5rem 1rem; background: #4477aa1a; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; }
+th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } tr { border-bottom: 1px solid #8884; }
+img { max-width: 100%; background: white; border-radius: 4px; } dt { font-weight: 600; } dd { margin: 0 0 .5rem 1rem; }
+"""
+_PICTURES = ("Step times", "Training loss", "Measured timelines")
+
+
+def save_report(comparison: Comparison, pictures: Iterable[Path], path: Path) -> None:
+    """Writes the report, its pictures inside."""
+    setting = comparison.setting
+    title = f"{setting.workload.name}, {setting.optimizer}, batch {setting.batch}, {comparison.environment['device']}"
+    images = "".join(
+        f'<h2>{name}</h2><img alt="{name}" src="data:image/png;base64,{_encoded(picture)}">'
+        for name, picture in zip(_PICTURES, pictures, strict=True)
+    )
+    explained = "".join(
+        f"<dt>{html.escape(result.label)}</dt><dd>{html.escape(result.description)}</dd>"
+        for result in comparison.results
+    )
+    facts = ", ".join(f"{html.escape(key)} {html.escape(value)}" for key, value in comparison.environment.items())
+    path.write_text(
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>gradweave: {html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
+        f"<h1>{html.escape(title)}</h1><p class=verdict>{html.escape(comparison.verdict)}</p>"
+        f"{_table(comparison.results)}{images}<h2>What each did</h2><dl>{explained}</dl><p><small>{facts}</small></p>"
+        "</body></html>\n"
+    )
+
+
+def _encoded(picture: Path) -> str:
+    return base64.b64encode(picture.read_bytes()).decode()
+
+
+def _table(results: Iterable[Result]) -> str:
+    rows = []
+    for result in results:
+        low, middle, high = result.milliseconds
+        parts = "".join(f"<td>{result.parts[part][1]:.3g}</td>" for part in ("forward", "backward", "update"))
+        memory = f"{result.peak_bytes / 2**20:.0f} MiB" if result.peak_bytes is not None else "-"
+        same = "identical" if result.identical else f"{result.difference:.2g} off"
+        rows.append(
+            f"<tr><td>{html.escape(result.label)}</td><td>{middle:.3f}</td><td>{low:.3f} to {high:.3f}</td>{parts}"
+            f"<td>{result.throughput:.4g}</td><td>{memory}</td><td>{html.escape(str(result.speedup))}</td><td>{same}</td></tr>"
+        )
+    head = "".join(
+        f"<th>{name}</th>"
+        for name in ("mode", "ms per step", "20% to 80%", "forward", "backward", "update", "samples/s", "peak memory",
+                     "speed-up [95%]", "weights")
+    )  # fmt: skip
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -1,0 +1,51 @@
+"""Ratios of times that were measured in turn, with intervals that say how far to trust them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed-up and its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f}x [{self.low:.3f}, {self.high:.3f}]"
+
+
+def paired_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
+    """How many times faster ``other`` is: the median over rounds of the ratio within a round.
+
+    What both share in a round, such as a busy machine, cancels. The interval is a bootstrap over
+    rounds, with a fixed seed.
+    """
+    logs = [math.log(a / b) for a, b in zip(baseline, other, strict=True)]
+    generator = random.Random(0)
+    medians = sorted(median(generator.choices(logs, k=len(logs))) for _ in range(_RESAMPLES))
+    low, high = medians[int(0.025 * _RESAMPLES)], medians[int(0.975 * _RESAMPLES) - 1]
+    return Ratio(math.exp(median(logs)), math.exp(low), math.exp(high))
+
+
+def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile."""
+    ordered = sorted(values)
+    if not ordered:
+        return (math.nan, math.nan, math.nan)
+    last = len(ordered) - 1
+    return ordered[round(0.2 * last)], median(ordered), ordered[round(0.8 * last)]
+
+
+def is_claim(ratio: Ratio, same: Ratio) -> bool:
+    """Whether a speed-up (or slow-down) is larger than the difference between two equal variants."""
+    noise = max(abs(math.log(bound)) for bound in (same.low, same.high))
+    return math.log(ratio.low) > noise or math.log(ratio.high) < -noise

@@ -1,0 +1,157 @@
+"""One variant of a training job, run in blocks of steps so that variants can take turns."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from gradweave.compare.recording import Recorder
+from gradweave.compare.variants import Variant
+from gradweave.compare.workloads import Workload
+from gradweave.schedule.tasks import Kind
+from gradweave.schedule.timeline import Timeline
+
+CPU = torch.device("cpu")
+PARTS = ("forward", "backward", "update")
+_KINDS = {Kind.F: "forward", Kind.X: "backward", Kind.U: "update"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a job is run, the same for all variants."""
+
+    workload: Workload
+    optimizer: str = "adamw"
+    batch: int = 32
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    max_norm: float | None = None
+    seed: int = 0
+
+
+@dataclass
+class Trial:
+    """A variant and what was measured of it.
+
+    Attributes:
+        label: The variant's name in tables.
+        blocks: Seconds per step of each block.
+        parts: Milliseconds of forward, backward and update, of each recorded step.
+        losses: Of every step.
+        peak_bytes: Most memory in use on a GPU, its own weights and optimizer state included.
+    """
+
+    label: str
+    mode: str
+    setting: Setting
+    blocks: list[float] = field(default_factory=list)
+    parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    timeline: Timeline | None = None
+
+    def __post_init__(self) -> None:
+        setting = self.setting
+        torch.manual_seed(setting.seed)
+        low_precision = setting.dtype is not torch.float32
+        self.model: nn.Module = setting.workload.make_model().to(setting.device).train()
+        self.variant = Variant(self.mode, self.model, setting.optimizer)
+        self._autocast = low_precision
+        self._rng = self._rng_state()
+        self._step = 0
+        self._pending: list[torch.Tensor] = []
+
+    def _rng_state(self) -> list[torch.Tensor]:
+        device = self.setting.device
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+    def _set_rng_state(self, state: list[torch.Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        if len(state) > 1:
+            torch.cuda.set_rng_state(state[1], self.setting.device)
+
+    def run_block(self, batches: list[tuple[torch.Tensor, torch.Tensor]], steps: int, *, timed: bool) -> None:
+        """Takes some steps, each variant's random numbers going on where its own last block ended."""
+        device = self.setting.device
+        self._set_rng_state(self._rng)
+        before = _allocated(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        synchronize(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            self._one_step(batches, None)
+        synchronize(device)
+        if timed:
+            self.blocks.append((time.perf_counter() - began) / steps)
+        if device.type == "cuda" and timed:
+            own = torch.cuda.max_memory_allocated(device) - before + self._own_bytes()
+            self.peak_bytes = max(self.peak_bytes or 0, own)
+        self._rng = self._rng_state()
+        self.losses += [float(loss) for loss in self._pending]
+        self._pending = []
+
+    def record(self, batches: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
+        """Takes some steps with their parts timed; they count as training, not towards ``blocks``."""
+        self._set_rng_state(self._rng)
+        recorder = Recorder(self.setting.device)
+        if self.variant.fusion is not None:
+            self.variant.fusion.record(recorder.update)
+        for number in range(steps):
+            recorder.step = number
+            self._one_step(batches, recorder)
+        if self.variant.fusion is not None:
+            self.variant.fusion.record(None)
+        self.timeline = recorder.timeline(self.label)
+        self._rng = self._rng_state()
+        self.losses += [float(loss) for loss in self._pending]
+        self._pending = []
+        for number in range(1, steps):
+            for kind, part in _KINDS.items():
+                spans = (s for s in self.timeline.spans if s.task.step == number and s.task.kind is kind)
+                self.parts[part].append(1e3 * sum(span.end - span.start for span in spans))
+
+    def _one_step(self, batches: list[tuple[torch.Tensor, torch.Tensor]], recorder: Recorder | None) -> None:
+        x, y = batches[self._step % len(batches)]
+        self._step += 1
+
+        def part(kind: Kind) -> AbstractContextManager[None]:
+            return recorder.part(kind) if recorder is not None else nullcontext()
+
+        setting = self.setting
+        with part(Kind.F), torch.autocast(setting.device.type, setting.dtype, enabled=self._autocast):
+            loss = setting.workload.loss(self.model(x), y)
+        with part(Kind.X):
+            loss.backward()
+        with part(Kind.U):
+            if setting.max_norm is not None and self.variant.clips:
+                nn.utils.clip_grad_norm_(self.model.parameters(), setting.max_norm)
+            self.variant.step()
+        self._pending.append(loss.detach())
+
+    def finish(self) -> None:
+        """Ends the training; the model's weights are then final."""
+        self.variant.finish()
+
+    def _own_bytes(self) -> int:
+        """Bytes of weights, buffers and optimizer state."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        optimizers = self.variant.optimizers
+        for optimizer in optimizers:
+            for state in optimizer.state.values():
+                tensors += [value for value in state.values() if isinstance(value, torch.Tensor) and value.is_cuda]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for a GPU to finish what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

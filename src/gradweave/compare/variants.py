@@ -1,0 +1,105 @@
+"""Ways to train: torch's own forms of an optimizer, the well-known per-parameter hook, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave.errors import ArgumentError
+from gradweave.fusion import Fusion, fuse
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": lambda params, **form: torch.optim.SGD(params, lr=1e-3, momentum=0.9, **form),
+    "adam": lambda params, **form: torch.optim.Adam(params, lr=1e-4, **form),
+    "adamw": lambda params, **form: torch.optim.AdamW(params, lr=1e-4, **form),
+    "adagrad": lambda params, **form: torch.optim.Adagrad(params, lr=1e-3, **form),
+    "rmsprop": lambda params, **form: torch.optim.RMSprop(params, lr=1e-4, **form),
+    "adadelta": lambda params, **form: torch.optim.Adadelta(params, **form),
+    "nadam": lambda params, **form: torch.optim.NAdam(params, lr=1e-4, **form),
+}
+FUSED_KERNELS = ("sgd", "adam", "adamw", "adagrad")
+STOCK = ("loop", "foreach", "fused")
+WOVEN = ("backward", "forward", "auto")
+MODES = (*STOCK, "hook", *WOVEN)
+DESCRIPTIONS = {
+    "loop": "stock, one parameter after the other",
+    "foreach": "stock, multi-tensor operations",
+    "fused": "stock, one kernel",
+    "hook": "one small optimizer per parameter, stepped in a hook",
+    "backward": "gradweave: updates during backward",
+    "forward": "gradweave: updates during the next forward",
+    "auto": "gradweave: chosen by need and measurement",
+}
+
+
+def baseline_of(optimizer: str) -> str:
+    """The form of an optimizer that a user would pick today."""
+    return "fused" if optimizer in FUSED_KERNELS else "foreach"
+
+
+class Variant:
+    """One way to train a model: what happens to its gradients once they are there."""
+
+    def __init__(self, mode: str, model: nn.Module, optimizer: str) -> None:
+        if optimizer not in OPTIMIZERS:
+            raise ArgumentError("--optimizer", optimizer, f"use one of {', '.join(OPTIMIZERS)}")
+        if mode == "fused" and optimizer not in FUSED_KERNELS:
+            raise ArgumentError("--modes", mode, f"torch has no fused {optimizer}; use foreach")
+        self.mode = mode
+        self.fusion: Fusion | None = None
+        make = OPTIMIZERS[optimizer]
+        self._hooked: list[Optimizer] = []
+        if mode == "hook":
+            self._attach_hooks(model, lambda params: make(params, **_form(baseline_of(optimizer))))
+        else:
+            form = mode if mode in STOCK else baseline_of(optimizer)
+            self.optimizer = make(model.parameters(), **_form(form))
+            if mode in WOVEN:
+                self.fusion = fuse(model, self.optimizer, mode)
+
+    def _attach_hooks(self, model: nn.Module, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
+        own = {p: make([p]) for p in model.parameters()}
+        self._hooked = list(own.values())
+
+        def step(p: torch.Tensor) -> None:
+            optimizer = own[p]  # type: ignore[index]
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for p in own:
+            p.register_post_accumulate_grad_hook(step)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Every optimizer involved."""
+        return self._hooked or [self.optimizer]
+
+    @property
+    def clips(self) -> bool:
+        """Whether all gradients can be clipped by their common norm before the update."""
+        return self.mode not in ("hook", "backward")
+
+    def step(self) -> None:
+        """Ends a training step."""
+        if not self._hooked:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def finish(self) -> None:
+        """Applies what is pending and lets go of the model."""
+        if self.fusion is not None:
+            self.fusion.detach()
+
+    def explain(self) -> str:
+        """What is done, in a line."""
+        return self.fusion.explain() if self.fusion is not None else DESCRIPTIONS[self.mode]
+
+
+def _form(name: str) -> dict[str, Any]:
+    if name == "fused":
+        return {"fused": True}
+    return {"foreach": name == "foreach"}

@@ -1,0 +1,174 @@
+"""What is trained: a model, its data and its loss."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gradweave.compare.data import digits, images, token_sequences
+from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.zoo import GPT, MLP, Autoencoder, MobileNetV2, ResNet18
+
+_STORED_BATCHES = 8
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training job.
+
+    Attributes:
+        name: What it is called in tables.
+        make_model: Builds the model on the CPU; called under a fixed seed.
+        make_data: Builds batches of inputs and targets from a batch size and a generator.
+        loss: From the model's output and the targets.
+        default_batch: Batch size unless told.
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    make_data: Callable[[int, torch.Generator], list[tuple[torch.Tensor, torch.Tensor]]]
+    loss: Loss
+    default_batch: int = 32
+
+
+def _cut(
+    x: torch.Tensor, y: torch.Tensor, batch: int, generator: torch.Generator
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of shuffled samples, as many as there are whole ones (at least one)."""
+    order = torch.randperm(len(x), generator=generator)
+    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)] or [order]
+    return [(x[chosen], y[chosen]) for chosen in batches]
+
+
+def _wide_digits(batch: int, generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Digits with each pixel repeated, to 1,024 features."""
+    pixels, labels = digits()
+    return _cut(pixels.repeat_interleave(16, dim=1), labels, batch, generator)
+
+
+def _digits_to_themselves(batch: int, generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pixels, _ = digits()
+    return _cut(pixels, pixels, batch, generator)
+
+
+def _images(
+    shape: tuple[int, ...], classes: int
+) -> Callable[[int, torch.Generator], list[tuple[torch.Tensor, torch.Tensor]]]:
+    return lambda batch, generator: [images(batch, shape, classes, generator) for _ in range(_STORED_BATCHES)]
+
+
+def _tokens(length: int, vocabulary: int) -> Callable[[int, torch.Generator], list[tuple[torch.Tensor, torch.Tensor]]]:
+    def make(batch: int, generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = token_sequences(batch * _STORED_BATCHES, length + 1, vocabulary, generator)
+        return [(part[:, :-1], part[:, 1:]) for part in rows.split(batch)]
+
+    return make
+
+
+def class_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross entropy over the last dimension of logits, in float32."""
+    return functional.cross_entropy(output.flatten(0, -2).float(), target.flatten())
+
+
+def _pixel_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.binary_cross_entropy_with_logits(output.float(), target.float())
+
+
+def _small_gpt() -> nn.Module:
+    return GPT(vocabulary=512, width=128, blocks=4, heads=4, tokens=64)
+
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        Workload("mlp", MLP, _wide_digits, class_loss),
+        Workload("autoencoder", Autoencoder, _digits_to_themselves, _pixel_loss, 64),
+        Workload("mobilenet_v2", MobileNetV2, _images((3, 224, 224), 1000), class_loss),
+        Workload("resnet18", ResNet18, _images((3, 224, 224), 1000), class_loss),
+        Workload("gpt_small", _small_gpt, _tokens(64, 512), class_loss, 8),
+        Workload("gpt2", GPT, _tokens(1024, 50304), class_loss, 2),
+    )
+}
+
+
+def find_workload(name: str) -> Workload:
+    """A built-in workload, ``package.module:factory``, or a model of torchvision, timm or transformers.
+
+    A factory takes no arguments and returns a :class:`Workload`, or an image classifier.
+    """
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    home, _, what = name.partition(":")
+    if not what:
+        known = ", ".join(WORKLOADS)
+        remedy = f"use one of {known}; package.module:factory; or torchvision:, timm: or transformers: and a name"
+        raise ArgumentError("--model", name, remedy)
+    try:
+        if home == "transformers":
+            return _from_transformers(name, what)
+        if home in ("torchvision", "timm"):
+            return _from_image_library(name, home, what)
+        made = getattr(importlib.import_module(home), what)
+    except ImportError as error:
+        raise ArgumentError("--model", name, f"cannot be imported: {error}") from None
+    except AttributeError:
+        raise ArgumentError("--model", name, f"{home} has no {what}") from None
+    return _from_factory(name, made)
+
+
+def _from_factory(name: str, factory: Any) -> Workload:
+    if not callable(factory):
+        raise ArgumentError("--model", name, "must name something to call without arguments")
+    try:
+        made = factory()
+    except GradweaveError:
+        raise
+    except Exception as error:
+        raise ArgumentError("--model", name, f"failed when called: {type(error).__name__}: {error}") from error
+    if isinstance(made, Workload):
+        return made
+    if isinstance(made, nn.Module):
+        return Workload(name, factory, _images((3, 224, 224), _classes(name, made)), class_loss)
+    raise ArgumentError("--model", name, f"returned {type(made).__name__}; return a Workload or an image classifier")
+
+
+def _classes(name: str, model: nn.Module) -> int:
+    try:
+        with torch.no_grad():
+            return int(model.eval()(torch.zeros(1, 3, 224, 224)).shape[-1])
+    except Exception as error:
+        remedy = (
+            f"does not classify images of 3 x 224 x 224 ({type(error).__name__}: {error}); return a Workload instead"
+        )
+        raise ArgumentError("--model", name, remedy) from error
+
+
+def _from_image_library(name: str, home: str, what: str) -> Workload:
+    if home == "timm":
+        timm = importlib.import_module("timm")
+        return _from_factory(name, lambda: timm.create_model(what))
+    models = importlib.import_module("torchvision.models")
+    return _from_factory(name, lambda: models.get_model(what))
+
+
+def _from_transformers(name: str, what: str) -> Workload:
+    transformers = importlib.import_module("transformers")
+    config = transformers.AutoConfig.for_model(what)
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.AutoModelForCausalLM.from_config(config)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
+            return logits
+
+    return Workload(name, Logits, _tokens(256, config.vocab_size), class_loss, 4)
