@@ -26,6 +26,15 @@ def step_pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
     return optimizer._optimizer_step_pre_hooks
 
 
+def put_first_behind_step(optimizer: Optimizer, hook: int) -> None:
+    """Makes one of the hooks that run behind a step the first of them."""
+    hooks: dict[int, Any] = optimizer._optimizer_step_post_hooks
+    others = [(number, callback) for number, callback in hooks.items() if number != hook]
+    for number, _ in others:
+        del hooks[number]
+    hooks.update(others)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls back when the backward that is now running is through; not if it fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

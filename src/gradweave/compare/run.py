@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,6 +22,7 @@ BLOCK_STEPS = 5
 RECORDED_STEPS = 6
 _SETTLING_STEPS = 60
 """Enough for ``auto`` to observe, measure and choose before timing begins."""
+_DETERMINISTIC_STEPS = 10
 AGAIN = " (again)"
 
 
@@ -37,7 +39,8 @@ class Result:
         peak_bytes: Most GPU memory; None on the CPU.
         speedup: Against the baseline, of rounds in which both ran.
         claim: Whether the speed-up is beyond the difference of two equal variants.
-        difference: Largest difference of any weight from the baseline's after training.
+        difference: Largest difference of any weight from the baseline's after the same training; on a
+            GPU, after a short one with deterministic kernels.
         losses: Of every step.
     """
 
@@ -166,7 +169,32 @@ def compare(
     explained = [trial.variant.explain() for trial in trials]
     for trial in trials:
         trial.finish()
-    return Comparison(setting, _judge(trials, explained), tuple(trials), environment(setting.device))
+    compared = trials if setting.device.type == "cpu" else _train_deterministically(labels, setting, batches)
+    differences = [_largest_difference(compared[0], trial) for trial in compared]
+    return Comparison(setting, _judge(trials, explained, differences), tuple(trials), environment(setting.device))
+
+
+def _train_deterministically(
+    labels: Sequence[tuple[str, str]], setting: Setting, batches: list[tuple[torch.Tensor, torch.Tensor]]
+) -> list[Trial]:
+    """A short training of every variant with kernels that give the same result each time.
+
+    A GPU's fastest kernels do not, so that two runs of one variant differ.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trials = [Trial(label, mode, setting) for label, mode in labels]
+            for trial in trials:
+                trial.run_block(batches, _DETERMINISTIC_STEPS, timed=False)
+                trial.finish()
+        return trials
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
 
 
 def _batches(setting: Setting) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -177,11 +205,11 @@ def _batches(setting: Setting) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x.to(setting.device), y.to(setting.device)) for x, y in made]
 
 
-def _judge(trials: Sequence[Trial], explained: Sequence[str]) -> tuple[Result, ...]:
+def _judge(trials: Sequence[Trial], explained: Sequence[str], differences: Sequence[float]) -> tuple[Result, ...]:
     first, again = trials[0], trials[1]
     same = paired_ratio(first.blocks, again.blocks)
     results = []
-    for trial, text in zip(trials, explained, strict=True):
+    for trial, text, difference in zip(trials, explained, differences, strict=True):
         speedup = paired_ratio(first.blocks, trial.blocks)
         results.append(
             Result(
@@ -193,7 +221,7 @@ def _judge(trials: Sequence[Trial], explained: Sequence[str]) -> tuple[Result, .
                 peak_bytes=trial.peak_bytes,
                 speedup=speedup,
                 claim=trial is not first and trial is not again and is_claim(speedup, same),
-                difference=_largest_difference(first, trial),
+                difference=difference,
                 losses=trial.losses,
             )
         )

@@ -139,7 +139,8 @@ class AutoEngine:
         if self._step == WARM_UP_STEPS:
             self._began = self._now()
         elif self._step == WARM_UP_STEPS + TIMED_STEPS:
-            self._times[self._schedule.pop(0)].append((self._now() - self._began) / TIMED_STEPS)
+            seconds = (self._now() - self._began) / TIMED_STEPS
+            self._times[self._schedule.pop(0)].append(seconds)
             self._step = 0
             if self._schedule:
                 self._use(self._schedule[0])

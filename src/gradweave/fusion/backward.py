@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch.optim import Optimizer
 from gradweave.compat import at_end_of_backward, current_backward
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_objects
-from gradweave.fusion.guard import GradientGuard
+from gradweave.fusion.guard import GradientGuard, guard_gradient
+from gradweave.fusion.hooks import HiddenParams
 from gradweave.fusion.norms import NormTracker
-from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written
+from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
 
+_RECHECK_STEPS = 16
+"""How often to look for parameters that were frozen, unfrozen or added; until then step() takes care of them."""
 REMEDY = 'use mode="forward", which keeps gradients until step()'
 
 
@@ -37,17 +41,20 @@ class BackwardEngine:
         self._bucket_bytes = bucket_bytes
         self._norms = norms
         self._stepper = PartialStepper(optimizer)
+        self._hidden = HiddenParams(optimizer)
         self._guards: dict[nn.Parameter, GradientGuard] = {}
         self._hooks: list[Any] = []
         self._watched: dict[nn.Parameter, torch.Tensor] = {}
         self._applied: list[Bucket] = []
         self._settings: list[dict[str, Any]] | None = None
         self._running: set[int] = set()
+        self._steps = 0
         self._on_load = optimizer.register_load_state_dict_post_hook(lambda _: self.accept_partial())
         self._watch()
 
     def detach(self) -> None:
         """Takes every hook away; ``.grad`` is then what is left for a stock step."""
+        self._hidden.restore()
         self._on_load.remove()
         self._remove_hooks()
         for p, grad in self._watched.items():
@@ -84,7 +91,7 @@ class BackwardEngine:
         self._known = self._trainable()
         for p in self._known:
             if p not in self._guards:
-                self._guards[p] = GradientGuard(p, self._refuse_use)
+                self._guards[p] = guard_gradient(p, self._refuse_use)
             self._hooks.append(p.register_post_accumulate_grad_hook(self._set_aside))
 
     def _trainable(self) -> list[nn.Parameter]:
@@ -132,8 +139,8 @@ class BackwardEngine:
         self._watched = {}
         self._watching = False
         for bucket in self.buckets:
-            last = bucket.params[-1]
-            self._hooks.append(last.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket)))
+            ready = partial(self._arrived, bucket, [self._guards[p] for p in bucket.params])
+            self._hooks.append(bucket.params[-1].register_post_accumulate_grad_hook(ready))
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -142,22 +149,26 @@ class BackwardEngine:
 
     # During backward
 
-    def _ready(self, bucket: Bucket) -> None:
+    def _arrived(self, bucket: Bucket, guards: list[GradientGuard], _: torch.Tensor) -> None:
+        self._ready(bucket, guards)
+
+    def _ready(self, bucket: Bucket, guards: list[GradientGuard]) -> None:
         """The bucket's last gradient has arrived: updates it if all of them are there."""
         if self.accumulating:
             return
         grads = [p.grad for p in bucket.params]
-        if any(grad is None or type(grad) is GradientGuard for grad in grads):
-            return
         for grad in grads:
-            self._check_gradient(grad)  # type: ignore[arg-type]
+            if grad is None or type(grad) is GradientGuard:
+                return
+        self._check_gradient(grads[-1])  # type: ignore[arg-type]
         self._begin_update(bucket)
-        self._norms.add(bucket.params, grads)  # type: ignore[arg-type]
-        with torch.autocast(bucket.params[0].device.type, enabled=False):
+        if self._norms.enabled:
+            self._norms.add(bucket.params, grads)  # type: ignore[arg-type]
+        with no_autocast(bucket.params[0].device):
             self._stepper.step_bucket(bucket)
         mark_written(bucket.params)
-        for p in bucket.params:
-            p.grad = self._guards[p]
+        for p, guard in zip(bucket.params, guards, strict=True):
+            p.grad = guard
         self._applied.append(bucket)
 
     def _begin_update(self, bucket: Bucket) -> None:
@@ -188,12 +199,19 @@ class BackwardEngine:
         if self._running:
             raise GradweaveError(self._partial_message())
         self._check_settings()
-        for bucket in self._applied:
-            for p in bucket.params:
-                p.grad = None
+        done = sum(len(bucket.params) for bucket in self._applied)
+        left: list[nn.Parameter] = []
+        if done < self._count():
+            applied = {id(p) for bucket in self._applied for p in bucket.params}
+            params = (p for group in self.optimizer.param_groups for p in group["params"])
+            left = [p for p in params if id(p) not in applied]
         if self._norms.enabled:
-            left = [p for p in self._known if p.grad is not None]
-            self._norms.add(left, [p.grad for p in left])  # type: ignore[misc]
+            with_grad = [p for p in left if p.grad is not None]
+            self._norms.add(with_grad, [p.grad for p in with_grad])  # type: ignore[misc]
+        self._hidden.hide_all_but(left)
+
+    def _count(self) -> int:
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def _check_settings(self) -> None:
         """Hyperparameters must not have changed since backward used them."""
@@ -221,16 +239,18 @@ class BackwardEngine:
 
     def after_step(self) -> None:
         """Closes the step; from here to the next backward, gradients may not be used."""
+        self._hidden.restore()
         self._norms.end_step(self._known)
-        for bucket in self._applied:
-            for p in bucket.params:
-                p.grad = self._guards[p]
         self._applied = []
         self._settings = None
+        self._steps += 1
         if self._watching and self._watched:
             used = self._watched
             self._arm()
             for p in used:
                 p.grad = self._guards[p]
-        elif not self._watching and not same_objects(self._trainable(), self._known):
+        elif not self._watching and self._steps % _RECHECK_STEPS == 0 and self._changed():
             self._watch()
+
+    def _changed(self) -> bool:
+        return not same_objects(self._trainable(), self._known)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave.compat import own_step
 from gradweave.errors import ArgumentError
 from gradweave.fusion.stepping import PartialStepper
 
@@ -30,9 +31,10 @@ def check_independent(optimizer: Optimizer) -> None:
             for one, other in zip(_params(whole), _params(in_parts), strict=True):
                 one.grad = torch.randn(one.shape, generator=generator).to(one)
                 other.grad = one.grad.clone()
-            PartialStepper(whole).step(_subset(whole, 0, 1))
+            own_step(whole)(whole)
             for part in range(2):
                 PartialStepper(in_parts).step(_subset(in_parts, part, 2))
+            PartialStepper(in_parts).step_nothing()
     except Exception as error:
         raise ArgumentError(
             "optimizer",

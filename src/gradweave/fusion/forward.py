@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,22 +15,30 @@ from torch.optim import Optimizer
 from gradweave.compat import is_compiled
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_objects
-from gradweave.fusion.guard import GradientGuard
-from gradweave.fusion.hooks import ModuleHook
+from gradweave.fusion.guard import GradientGuard, guard_gradient
+from gradweave.fusion.hooks import HiddenParams, ModuleHook
 from gradweave.fusion.norms import NormTracker
-from gradweave.fusion.pending import pending_class
-from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written
+from gradweave.fusion.pending import forget_gradient, pending_class, restore
+from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
 
 
 @dataclass
 class _Update:
-    """An update that step() has decided and that is not in the weights yet."""
+    """An update that step() has decided and that nobody has seen yet.
+
+    Attributes:
+        bucket: What it updates.
+        grads: With what; kept until the update is visible.
+        frozen: How, where it has not run yet.
+        event: The end of it, where it runs on a second stream.
+        stream: The stream that the gradients were made on.
+    """
 
     bucket: Bucket
-    frozen: FrozenStep
-    grads: dict[nn.Parameter, torch.Tensor]
+    grads: list[torch.Tensor]
+    frozen: FrozenStep | None = None
     event: torch.cuda.Event | None = None
-    streams: list[torch.cuda.Stream] = field(default_factory=list)
+    stream: torch.cuda.Stream | None = None
 
 
 class ForwardEngine:
@@ -52,12 +60,14 @@ class ForwardEngine:
         self._bucket_bytes = bucket_bytes
         self._norms = norms
         self._stepper = PartialStepper(optimizer)
-        self._pending: dict[nn.Parameter, _Update] = {}
-        self._shown: dict[nn.Parameter, GradientGuard] = {}
-        self._pending_class = pending_class(self._shown, self._resolve_param)
-        self._guards: dict[nn.Parameter, GradientGuard] = {}
+        self._hidden = HiddenParams(optimizer)
+        self._pending: dict[int, _Update] = {}
+        self._pending_class = pending_class(
+            GradientGuard(torch.empty(0), _refuse_use, self._clear_pending), self._resolve_param
+        )
+        self._bucket_of: dict[int, int] = {}
+        self._guards: dict[int, GradientGuard] = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
-        self._handed_over: list[nn.Parameter] = []
         self._used: dict[nn.Parameter, None] = {}
         self._known: list[nn.Parameter] = []
         self._learning = self._learn_order()
@@ -72,8 +82,9 @@ class ForwardEngine:
         self.flush()
         for hook in (*self._learning, *self._owners, *self._flushing):
             hook.remove()
-        for p, guard in self._guards.items():
-            if p.grad is guard:
+        self._hidden.restore()
+        for p in self._known:
+            if p.grad is self._guards[id(p)]:
                 p.grad = None
 
     def flush(self) -> None:
@@ -132,39 +143,49 @@ class ForwardEngine:
     def before_step(self) -> None:
         """Takes the gradients and the hyperparameters over; the optimizer's own update finds nothing to do."""
         self.flush()
-        self._handed_over = []
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        with_grad = [p for p in params if p.grad is not None]
         if self._norms.enabled:
+            with_grad = [p for p in params if p.grad is not None]
             self._norms.add(with_grad, [p.grad for p in with_grad])
             self._norms.end_step(params)
         if not same_objects(params, self._known) or _capturing():
             return
-        frozen = FrozenStep(self.optimizer)
-        updates = []
-        for bucket in self.buckets:
-            grads = {p: p.grad for p in bucket.params if p.grad is not None}
-            if grads and all(type(p) is nn.Parameter and g.layout is torch.strided for p, g in grads.items()):
-                updates.append(_Update(_restrict(bucket, grads), frozen, grads))
-        for update in updates:
-            for p in update.grads:
-                p.grad = None
-                self._pending[p] = update
-            self._handed_over += update.grads
+        updates = [update for bucket in self.buckets if (update := self._take(bucket)) is not None]
+        if not updates:
+            return
         self._launch(updates)
-        for p in self._handed_over:
-            p.__class__ = self._pending_class
+        count = 0
+        for update in updates:
+            for p in update.bucket.params:
+                p.grad = None
+                p.__class__ = self._pending_class
+            self._pending[update.bucket.number] = update
+            count += len(update.bucket.params)
+        left = [p for p in params if type(p) is not self._pending_class] if count < len(params) else []
+        self._hidden.hide_all_but(left)
+
+    def _take(self, bucket: Bucket) -> _Update | None:
+        """What step() is to do to a bucket; None if that must be done at once, or there is nothing."""
+        grads = [p.grad for p in bucket.params]
+        whole = True
+        for p, grad in zip(bucket.params, grads, strict=True):
+            if grad is None:
+                whole = False
+            elif type(p) is not nn.Parameter or grad.layout is not torch.strided:
+                return None
+        if not whole:
+            present = {p: grad for p, grad in zip(bucket.params, grads, strict=True) if grad is not None}
+            if not present:
+                return None
+            bucket, grads = _restrict(bucket, present), list(present.values())
+        return _Update(bucket, grads)  # type: ignore[arg-type]
 
     def after_step(self) -> None:
         """Closes the step; from here to the next backward, gradients may not be used."""
+        self._hidden.restore()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         if not same_objects(params, self._known):
             self._learned(params)
-        for p in self._handed_over:
-            if p in self._pending:
-                self._shown[p] = self._guards[p]
-            else:
-                p.grad = self._guards[p]
 
     def _learned(self, params: list[nn.Parameter]) -> None:
         """A step ran in stock order, so every parameter's state is there: buckets can be made."""
@@ -173,18 +194,24 @@ class ForwardEngine:
         self._learning = []
         self._known = params
         self.buckets = make_buckets(self.optimizer, [*self._used, *params], self._bucket_bytes)
+        self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
         for p in params:
-            if p not in self._guards:
-                self._guards[p] = GradientGuard(p, _refuse_use)
+            if id(p) not in self._guards:
+                self._guards[id(p)] = guard_gradient(p, _refuse_use)
 
     # The updates themselves
 
     def _launch(self, updates: list[_Update]) -> None:
-        """Starts the updates of CUDA parameters on the second stream, in the order of use."""
+        """Starts the updates of CUDA parameters on the second stream, in the order of use.
+
+        Those of the CPU are kept, with the hyperparameters as they are now, until their first use.
+        """
+        frozen = None
         waited = set()
         for update in updates:
             device = update.bucket.params[0].device
             if device.type != "cuda":
+                frozen = update.frozen = frozen or FrozenStep(self.optimizer)
                 continue
             side = self._sides.get(device)
             if side is None:
@@ -195,59 +222,62 @@ class ForwardEngine:
                 waited.add(device)
             with torch.cuda.stream(side):
                 self._apply(update)
-                update.event = torch.cuda.Event()
-                update.event.record(side)
-            update.streams = [current]
+                update.event = side.record_event()
+            update.stream = current
 
     def _apply(self, update: _Update) -> None:
-        kept = [(p, p.grad) for p in update.grads]
-        try:
-            for p, grad in update.grads.items():
-                p.grad = grad
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                torch.autocast(update.bucket.params[0].device.type, enabled=False),
-            ):
-                self._stepper.step_bucket(update.bucket, update.frozen)
-        finally:
-            for p, before in kept:
-                p.grad = before
-        mark_written(update.grads)
+        with torch.inference_mode(False), torch.no_grad(), no_autocast(update.bucket.params[0].device):
+            self._stepper.step_bucket(update.bucket, update.frozen)
+        mark_written(update.bucket.params)
 
     def _resolve_param(self, p: nn.Parameter) -> None:
-        update = self._pending.get(p)
-        if update is not None:
+        update = self._pending.get(self._bucket_of.get(id(p), -1))
+        if update is not None and type(p) is self._pending_class:
             self._resolve(update)
 
     def _resolve(self, update: _Update) -> None:
         """Makes an update visible: runs it now, or makes the current stream wait for it."""
-        if update.event is not None and _capturing():
-            raise GradweaveError("a CUDA graph is being captured while updates are pending: call fusion.flush() before")
-        for p in update.grads:
-            p.__class__ = nn.Parameter
+        params = update.bucket.params
+        if update.event is not None:
+            if _capturing():
+                raise GradweaveError("a CUDA graph is being captured with updates pending: call fusion.flush() before")
+            current = torch.cuda.current_stream(params[0].device)
+            current.wait_event(update.event)
+            if update.stream is not None and update.stream != current:
+                update.stream.wait_event(update.event)
+        for p in params:
+            restore(p, self._guards[id(p)])
+        if update.event is None:
+            self._apply_late(update)
+        del self._pending[update.bucket.number]
+
+    def _apply_late(self, update: _Update) -> None:
+        """Applies an update whose gradients are no longer in place; on failure it is still pending."""
+        params = update.bucket.params
+        kept = [p.grad for p in params]
+        for p, grad in zip(params, update.grads, strict=True):
+            p.grad = grad
         try:
-            if update.event is None:
-                self._apply(update)
-            else:
-                device = update.bucket.params[0].device
-                for stream in {torch.cuda.current_stream(device), *update.streams}:
-                    stream.wait_event(update.event)
+            self._apply(update)
         except BaseException:
-            for p in update.grads:
+            for p, before in zip(params, kept, strict=True):
+                p.grad = None
                 p.__class__ = self._pending_class
+                if type(before) is not GradientGuard:
+                    p.grad = before
             raise
-        for p in update.grads:
-            del self._pending[p]
-            guard = self._shown.pop(p, None)
-            if guard is not None:
-                p.grad = guard
+        for p, before in zip(params, kept, strict=True):
+            p.grad = before
+
+    def _clear_pending(self) -> None:
+        """``zero_grad(set_to_none=False)`` has zeroed the guard that pending parameters show."""
+        for update in self._pending.values():
+            for p in update.bucket.params:
+                forget_gradient(p)
 
 
 def _restrict(bucket: Bucket, grads: dict[nn.Parameter, torch.Tensor]) -> Bucket:
     """The part of a bucket that has gradients."""
-    if len(grads) == len(bucket.params):
-        return bucket
     groups = {index: [p for p in params if p in grads] for index, params in bucket.groups.items()}
     return Bucket(bucket.number, tuple(grads), {index: params for index, params in groups.items() if params})
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from gradweave.compat import disabled_torch_function, metadata_guard
 from gradweave.errors import GradweaveError
@@ -16,22 +14,24 @@ _CLEARING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 
 
 class GradientGuard(torch.Tensor):
-    """Looks like its parameter's gradient and has no data.
+    """Looks like a gradient and has no data.
 
     Reading it, writing to it, or accumulating onto it, also from C++, calls ``on_use`` with the
-    name of the operation and raises what that returns. Zeroing it removes it, as
-    ``zero_grad(set_to_none=False)`` does, and setting ``.grad`` to None does so anyway.
+    name of the operation and raises what that returns. Zeroing it calls ``on_clear``, for
+    ``zero_grad(set_to_none=False)``; setting ``.grad`` to None removes it anyway.
     """
 
-    _param: weakref.ref[nn.Parameter]
     _on_use: Callable[[str], GradweaveError]
+    _on_clear: Callable[[], None]
 
     @staticmethod
-    def __new__(cls, param: nn.Parameter, on_use: Callable[[str], GradweaveError]) -> GradientGuard:
-        """A guard for ``param.grad``; ``on_use`` gives the error to raise."""
-        guard: GradientGuard = metadata_guard(cls, param)
-        guard._param = weakref.ref(param)
+    def __new__(
+        cls, like: torch.Tensor, on_use: Callable[[str], GradweaveError], on_clear: Callable[[], None]
+    ) -> GradientGuard:
+        """A guard of the shape, type and device of ``like``; ``on_use`` gives the error to raise."""
+        guard: GradientGuard = metadata_guard(cls, like)
         guard._on_use = on_use
+        guard._on_clear = on_clear
         return guard
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
@@ -43,9 +43,7 @@ class GradientGuard(torch.Tensor):
         guards = list(_guards((args, kwargs or {})))
         if func in _CLEARING:
             for guard in guards:
-                param = guard._param()
-                if param is not None and param.grad is guard:
-                    param.grad = None
+                guard._on_clear()
             return args[0] if func is torch.ops.aten.zero_.default else None
         raise guards[0]._on_use(str(func).removeprefix("aten."))
 
@@ -56,7 +54,16 @@ class GradientGuard(torch.Tensor):
         raise self._on_use("pickle")
 
 
-def _guards(value: Any) -> Any:
+def guard_gradient(param: torch.nn.Parameter, on_use: Callable[[str], GradweaveError]) -> GradientGuard:
+    """A guard for one parameter's ``.grad``, which goes when it is zeroed."""
+
+    def clear() -> None:
+        param.grad = None
+
+    return GradientGuard(param, on_use, clear)
+
+
+def _guards(value: Any) -> Iterator[GradientGuard]:
     """The guards among nested arguments."""
     if isinstance(value, GradientGuard):
         yield value

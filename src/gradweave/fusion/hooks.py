@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import step_pre_hooks
+from gradweave.compat import put_first_behind_step, step_pre_hooks
 
 
 class ModuleHook:
@@ -33,13 +33,41 @@ class ModuleHook:
         return ModuleHook, ()
 
 
+class HiddenParams:
+    """Keeps parameters out of an optimizer's own update for the length of one step.
+
+    What is already updated, or will be, must not be updated again; leaving it out of the groups
+    is also cheaper than letting the optimizer find that there is nothing to do.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups: list[dict[str, Any]] | None = None
+
+    def hide_all_but(self, shown: list[nn.Parameter]) -> None:
+        """From now to :meth:`restore` the optimizer has only these parameters."""
+        self.restore()
+        groups = self._groups = self._optimizer.param_groups
+        kept = {id(p) for p in shown}
+        self._optimizer.param_groups = [
+            {**group, "params": [p for p in group["params"] if id(p) in kept] if kept else []} for group in groups
+        ]
+
+    def restore(self) -> None:
+        """Gives the optimizer all its parameters back."""
+        if self._groups is not None:
+            self._optimizer.param_groups = self._groups
+            self._groups = None
+
+
 class StepHooks:
     """Calls ``before`` just before an optimizer's own update and ``after`` behind it.
 
     The optimizer's ``step`` stays what it is, also where a scheduler or a scaler has wrapped it.
     ``before`` comes after a closure, and after every other hook that runs before the step, so
     that it sees the gradients that the update would see: where a hook was added behind it, that
-    step is left alone and the order is mended for the next.
+    step is left alone and the order is mended for the next. ``after`` comes before every other
+    hook behind the step.
     """
 
     def __init__(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -49,6 +77,7 @@ class StepHooks:
         self._left_alone = False
         self._pre = optimizer.register_step_pre_hook(self._pre_hook)
         self._post = optimizer.register_step_post_hook(self._post_hook)
+        put_first_behind_step(optimizer, self._post.id)
 
     def remove(self) -> None:
         """Takes both hooks away."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gradweave.compat import no_torch_function
+from gradweave.fusion.guard import GradientGuard
 
 _ATTRIBUTES = (
     "requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "is_cuda", "is_sparse", "_version",
@@ -29,42 +30,20 @@ _METADATA: set[Any] = {
 Its shape is not among them: functions that go on to read the value without another word to
 Python, such as vmap, ask for it first.
 """
+_UNTOUCHED = object()
 
 
-class _PendingGradient:
-    """``.grad`` of pending parameters, kept in Python: zero_grad asks for all of them in every step."""
-
-    def __init__(self, shown: dict[nn.Parameter, Any], resolve: Callable[[nn.Parameter], None]) -> None:
-        self.shown = shown
-        self.resolve = resolve
-
-    def __get__(self, param: nn.Parameter | None, owner: type) -> Any:
-        return self if param is None else self.shown.get(param)
-
-    def __set__(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        if value is None:
-            self.shown.pop(param, None)
-        else:
-            self.resolve(param)
-            param.grad = value
-
-    def __delete__(self, param: nn.Parameter) -> None:
-        self.shown.pop(param, None)
-
-
-def pending_class(shown: dict[nn.Parameter, Any], resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
+def pending_class(guard: GradientGuard, resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
     """A class that parameters take on while their update is pending.
 
     Any torch function given such a parameter, and any attribute that depends on its value, calls
-    ``resolve`` first, which must update it and give it back its own class.
-
-    Args:
-        shown: What ``.grad`` of a pending parameter is; None where it has no entry.
-        resolve: Brings a parameter up to date.
+    ``resolve`` first, which must update it and give it back its own class with :func:`restore`.
+    ``.grad`` is an ordinary attribute meanwhile, so that zero_grad, which asks for all of them in
+    every step, costs nothing: the guard, or what has been assigned since.
     """
 
     class PendingParameter(nn.Parameter):
-        grad = _PendingGradient(shown, resolve)
+        grad = guard
 
         @classmethod
         def __torch_function__(
@@ -87,6 +66,21 @@ def pending_class(shown: dict[nn.Parameter, Any], resolve: Callable[[nn.Paramete
             return self.__reduce_ex__(protocol)
 
     return PendingParameter
+
+
+def restore(param: nn.Parameter, guard: GradientGuard) -> None:
+    """Gives a parameter its own class back; its ``.grad`` is what was assigned meanwhile, or the guard."""
+    param.__class__ = nn.Parameter
+    assigned = vars(param).pop("grad", _UNTOUCHED)
+    if assigned is _UNTOUCHED:
+        param.grad = guard
+    elif assigned is not None:
+        param.grad = assigned
+
+
+def forget_gradient(param: nn.Parameter) -> None:
+    """As ``param.grad = None``, for one that is pending."""
+    vars(param)["grad"] = None
 
 
 def _pending(value: Any, cls: type) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class PartialStepper:
             with self.recorder(bucket.number):
                 self.step(bucket.groups, frozen)
 
+    def step_nothing(self) -> None:
+        """A step with no parameter at all."""
+        self.step(dict.fromkeys(range(len(self.optimizer.param_groups)), ()))
+
     def step(self, subset: Mapping[int, Sequence[torch.nn.Parameter]], frozen: FrozenStep | None = None) -> None:
         """Updates the given parameters of each group, by index, as ``frozen`` says or as things stand."""
         optimizer = self.optimizer
@@ -62,14 +66,21 @@ class PartialStepper:
         settings = groups if frozen is None else frozen.groups
         optimizer.param_groups = [{**settings[index], "params": params} for index, params in subset.items()]
         scaler = {} if frozen is None else frozen.scaler
+        for name, value in scaler.items():
+            setattr(optimizer, name, value)
         try:
-            for name, value in scaler.items():
-                setattr(optimizer, name, value)
             self._step(optimizer)
         finally:
             optimizer.param_groups = groups
             for name in scaler:
                 delattr(optimizer, name)
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which an update's arithmetic is not cast, whatever surrounds it."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def mark_written(params: Iterable[torch.nn.Parameter]) -> None:

@@ -1,0 +1,94 @@
+"""Two real ranks: the update must wait for the averaged gradient."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion.loops import adamw, make_net
+from gradweave.errors import ArgumentError
+from gradweave.fusion import fuse
+
+WORKER = """
+import sys
+import torch
+from torch import nn
+import torch.distributed as dist
+from fusion.loops import adamw, batches, loss_of, make_net
+from gradweave.errors import ArgumentError
+from gradweave.fusion import fuse
+
+rank, store, mode, clip = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "clip"
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+results = []
+for used in (None, mode):
+    model = nn.parallel.DistributedDataParallel(make_net())
+    optimizer = adamw(model)
+    fusion = fuse(model, optimizer, used) if used else None
+    for number, (x, y) in enumerate(batches(44)):
+        if number % 2 != rank:
+            continue
+        loss_of(model, x, y).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    if fusion:
+        fusion.detach()
+    results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+assert torch.equal(*results), (results[0] - results[1]).abs().max()
+everyone = [torch.empty_like(results[1]) for _ in range(2)]
+dist.all_gather(everyone, results[1])
+assert torch.equal(*everyone)
+dist.destroy_process_group()
+print("ok")
+"""
+
+
+@pytest.mark.parametrize("mode", ["forward", "auto"])
+@pytest.mark.parametrize("clip", ["clip", "free"])
+def test_two_ranks_train_as_under_plain_ddp(mode, clip, tmp_path):
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(rank), str(tmp_path / "store"), mode, clip],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            out, err = process.communicate(timeout=90)
+            assert process.returncode == 0, err
+            assert out == "ok\n"
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def test_backward_is_refused_under_ddp(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(make_net())
+        with pytest.raises(ArgumentError, match='before DDP has averaged them; use mode="forward"'):
+            fuse(model, adamw(model), "backward")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fsdp_is_refused(tmp_path):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = make_net()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ArgumentError, match="model='FSDP'"):
+            fuse(model, adamw(model), "forward")
+    finally:
+        torch.distributed.destroy_process_group()
