@@ -19,6 +19,8 @@ from gradweave.fusion.hooks import HiddenParams
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
 
+_MOST_BUCKETS = 24
+"""On a GPU: so that about a twenty-fourth of the gradients is alive at a time."""
 _RECHECK_STEPS = 16
 """How often to look for parameters that were frozen, unfrozen or added; until then step() takes care of them."""
 REMEDY = 'use mode="forward", which keeps gradients until step()'
@@ -34,11 +36,10 @@ class BackwardEngine:
     what is not ready then (an unused parameter, another order) is left to ``step()``.
     """
 
-    def __init__(self, optimizer: Optimizer, norms: NormTracker, bucket_bytes: int | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, norms: NormTracker) -> None:
         self.optimizer = optimizer
         self.accumulating = False
         self.buckets: list[Bucket] = []
-        self._bucket_bytes = bucket_bytes
         self._norms = norms
         self._stepper = PartialStepper(optimizer)
         self._hidden = HiddenParams(optimizer)
@@ -135,7 +136,7 @@ class BackwardEngine:
     def _arm(self) -> None:
         """The watched step is over: from now on buckets are updated in backward."""
         self._remove_hooks()
-        self.buckets = make_buckets(self.optimizer, self._watched, self._bucket_bytes)
+        self.buckets = make_buckets(self.optimizer, self._watched, _MOST_BUCKETS)
         self._watched = {}
         self._watching = False
         for bucket in self.buckets:

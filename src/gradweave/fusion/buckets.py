@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 CPU_BUCKET_BYTES = 4 * 2**20
 """About what a core's cache holds: the update finds its gradients there."""
 CUDA_BUCKET_BYTES = 64 * 2**20
-"""Large enough that the host's part of an update does not matter, small enough to free early."""
+"""Least bytes for which the host's part of an update is worth paying once more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +34,15 @@ class Bucket:
         return sum(p.numel() * p.element_size() for p in self.params)
 
 
-def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], bucket_bytes: int | None = None) -> list[Bucket]:
+def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int) -> list[Bucket]:
     """Fills buckets with an optimizer's parameters in the given order.
 
-    A bucket is closed when it holds ``bucket_bytes``, or before a parameter on another device.
-    Parameters that the order leaves out are in no bucket.
+    A bucket is closed when it holds the least bytes that are worth an update of their own and, on
+    a GPU, its share of ``most`` buckets; and before a parameter on another device. Parameters that
+    the order leaves out are in no bucket.
     """
+    order = list(dict.fromkeys(order))
+    total = sum(p.numel() * p.element_size() for p in order)
     place = {
         p: (index, position)
         for index, group in enumerate(optimizer.param_groups)
@@ -59,15 +61,15 @@ def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], bucket_byt
             buckets.append(Bucket(len(buckets), tuple(filling), groups))
         filling, size = [], 0
 
-    for p in dict.fromkeys(order):
+    for p in order:
         if p not in place:
             continue
         if filling and filling[-1].device != p.device:
             close()
         filling.append(p)
         size += p.numel() * p.element_size()
-        limit = bucket_bytes or _default_bytes(p.device)
-        if size >= limit:
+        on_cpu = p.device.type == "cpu"
+        if size >= (CPU_BUCKET_BYTES if on_cpu else max(CUDA_BUCKET_BYTES, total // most)):
             close()
     close()
     return buckets
@@ -76,7 +78,3 @@ def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], bucket_byt
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
     """Whether two lists hold the same objects; comparing parameters would compare their values."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
-def _default_bytes(device: torch.device) -> int:
-    return CPU_BUCKET_BYTES if device.type == "cpu" else CUDA_BUCKET_BYTES

@@ -63,15 +63,25 @@ def _subset(optimizer: Optimizer, part: int, parts: int) -> dict[int, list[nn.Pa
 def _tiny_copy(optimizer: Optimizer) -> Optimizer:
     """The optimizer on parameters of the same kind and number of dimensions, but two elements a side."""
     generator = torch.Generator().manual_seed(1)
-    replaced: dict[int, Any] = {id(optimizer.state): defaultdict(dict)}
+    state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
+    replaced: dict[int, Any] = {id(optimizer.state): state}
     for p in _params(optimizer):
         tiny = torch.randn([min(_SIDE, side) for side in p.shape], generator=generator)
         replaced[id(p)] = nn.Parameter(tiny.to(device=p.device, dtype=p.dtype))
+        if optimizer.state.get(p):
+            state[replaced[id(p)]] = {key: _corner(value) for key, value in optimizer.state[p].items()}
     tiny_optimizer = copy.deepcopy(optimizer, replaced)
     for name, value in vars(optimizer).items():
         if name not in vars(tiny_optimizer) and name != "step":
             setattr(tiny_optimizer, name, value)
     return tiny_optimizer
+
+
+def _corner(value: Any) -> Any:
+    """The first elements of a tensor in each dimension; a copy of anything else."""
+    if isinstance(value, torch.Tensor):
+        return value[tuple(slice(_SIDE) for _ in value.shape)].clone()
+    return copy.deepcopy(value)
 
 
 def _same(one: Optimizer, other: Optimizer) -> bool:

@@ -21,6 +21,9 @@ from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.pending import forget_gradient, pending_class, restore
 from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
 
+_MOST_BUCKETS = 3
+"""On a GPU: the updates are launched one after the other anyway, and each launch costs the host."""
+
 
 @dataclass
 class _Update:
@@ -50,14 +53,11 @@ class ForwardEngine:
     and shows the order in which modules are used.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, norms: NormTracker, bucket_bytes: int | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, norms: NormTracker) -> None:
         self.optimizer = optimizer
         self.buckets: list[Bucket] = []
         self.accumulating = False
         self._model = model
-        self._bucket_bytes = bucket_bytes
         self._norms = norms
         self._stepper = PartialStepper(optimizer)
         self._hidden = HiddenParams(optimizer)
@@ -193,7 +193,7 @@ class ForwardEngine:
             hook.remove()
         self._learning = []
         self._known = params
-        self.buckets = make_buckets(self.optimizer, [*self._used, *params], self._bucket_bytes)
+        self.buckets = make_buckets(self.optimizer, [*self._used, *params], _MOST_BUCKETS)
         self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
         for p in params:
             if id(p) not in self._guards:
@@ -245,8 +245,7 @@ class ForwardEngine:
             current.wait_event(update.event)
             if update.stream is not None and update.stream != current:
                 update.stream.wait_event(update.event)
-        for p in params:
-            restore(p, self._guards[id(p)])
+        restore(params, self._guards)
         if update.event is None:
             self._apply_late(update)
         del self._pending[update.bucket.number]

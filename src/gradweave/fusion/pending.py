@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -68,14 +68,20 @@ def pending_class(guard: GradientGuard, resolve: Callable[[nn.Parameter], None])
     return PendingParameter
 
 
-def restore(param: nn.Parameter, guard: GradientGuard) -> None:
-    """Gives a parameter its own class back; its ``.grad`` is what was assigned meanwhile, or the guard."""
-    param.__class__ = nn.Parameter
-    assigned = vars(param).pop("grad", _UNTOUCHED)
-    if assigned is _UNTOUCHED:
-        param.grad = guard
-    elif assigned is not None:
-        param.grad = assigned
+def restore(params: Iterable[nn.Parameter], guards: Mapping[int, GradientGuard]) -> None:
+    """Gives parameters their own class back; ``.grad`` is what was assigned meanwhile, or their guard.
+
+    Args:
+        params: Pending parameters.
+        guards: By ``id`` of the parameter.
+    """
+    for param in params:
+        param.__class__ = nn.Parameter
+        assigned = param.__dict__.pop("grad", _UNTOUCHED)
+        if assigned is _UNTOUCHED:
+            param.grad = guards[id(param)]
+        elif assigned is not None:
+            param.grad = assigned
 
 
 def forget_gradient(param: nn.Parameter) -> None:

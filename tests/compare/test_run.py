@@ -1,0 +1,121 @@
+import json
+
+import pytest
+import torch
+
+from gradweave.compare import compare
+from gradweave.compare.figures import save_figures
+from gradweave.compare.report import save_report
+from gradweave.compare.trial import Setting
+from gradweave.compare.workloads import WORKLOADS
+from gradweave.errors import ArgumentError
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare(Setting(WORKLOADS["autoencoder"], batch=64), ["loop", "hook", "backward", "forward"], steps=40)
+
+
+def test_every_mode_is_measured_beside_the_baseline_and_itself(comparison):
+    labels = [result.label for result in comparison.results]
+    assert labels == ["fused", "fused (again)", "loop", "hook", "backward", "forward"]
+    for result in comparison.results:
+        assert result.milliseconds[0] <= result.milliseconds[1] <= result.milliseconds[2]
+        assert result.speedup.low <= result.speedup.value <= result.speedup.high
+        assert result.throughput == pytest.approx(64 / result.milliseconds[1] * 1e3, rel=0.01)
+        assert set(result.parts) == {"forward", "backward", "update"}
+    assert comparison.results[0].speedup.value == 1.0
+    assert not comparison.results[0].claim
+    assert not comparison.results[1].claim
+
+
+def test_woven_modes_give_identical_weights_and_losses(comparison):
+    results = {result.label: result for result in comparison.results}
+    for label in ("fused (again)", "backward", "forward", "hook"):
+        assert results[label].identical, label
+        assert results[label].losses == results["fused"].losses
+    assert len(results["fused"].losses) == 10 + 40 + 6
+    assert results["fused"].losses[-1] < results["fused"].losses[0]
+    assert results["loop"].difference < 1e-2
+
+
+def test_timelines_show_updates_where_each_mode_puts_them(comparison):
+    timelines = {trial.label: trial.timeline for trial in comparison.trials}
+
+    def kinds(label):
+        spans = [span for span in timelines[label].spans if span.task.step == 2]
+        return "".join(span.task.kind for span in spans)
+
+    assert kinds("fused") == "FXU"
+    assert "XUX" in kinds("backward") or "XUU" in kinds("backward")
+    assert kinds("forward").startswith(("FU", "UF"))
+
+
+def test_the_verdict_is_one_sentence_that_names_the_noise(comparison):
+    assert comparison.verdict.endswith(".")
+    assert "two runs of fused differed by" in comparison.verdict
+
+
+def test_a_wrong_result_is_the_verdict(comparison):
+    from dataclasses import replace
+
+    spoilt = tuple(replace(r, difference=0.1) if r.label == "forward" else r for r in comparison.results)
+    verdict = replace(comparison, results=spoilt).verdict
+    assert verdict.startswith("The weights of forward are not those of fused")
+
+
+def test_figures_and_a_report_that_needs_nothing_else(comparison, tmp_path):
+    paths = save_figures(comparison, tmp_path)
+    assert all(path.stat().st_size > 5000 for path in paths)
+    save_report(comparison, paths, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert "http" not in page.replace("http-equiv", "")
+    assert "identical" in page
+    json.dumps(comparison.as_dict(), allow_nan=False)
+
+
+def test_an_optimizer_without_a_fused_form_is_compared_with_foreach():
+    result = compare(Setting(WORKLOADS["autoencoder"], "rmsprop", batch=256), ["forward"], steps=20)
+    assert [r.label for r in result.results] == ["foreach", "foreach (again)", "forward"]
+    assert result.results[-1].identical
+
+
+def test_clipping_is_the_same_in_every_mode():
+    setting = Setting(WORKLOADS["autoencoder"], batch=256, max_norm=0.01)
+    result = compare(setting, ["forward"], steps=20)
+    assert result.results[-1].identical
+    free = compare(Setting(WORKLOADS["autoencoder"], batch=256), ["forward"], steps=20)
+    assert free.results[0].losses[-1] != result.results[0].losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("more", "modes", "steps", "message"),
+    [
+        ({}, ["sideways"], 40, "--modes='sideways'"),
+        ({"max_norm": 1.0}, ["backward"], 40, "--modes='backward': cannot clip by norm"),
+        ({}, ["forward"], 3, "--steps=3: give at least 20"),
+        ({"optimizer": "lion"}, ["forward"], 40, "--optimizer='lion'"),
+        ({"optimizer": "rmsprop"}, ["fused"], 40, "torch has no fused rmsprop"),
+        ({"batch": 0}, ["forward"], 40, "--batch=0"),
+    ],
+)
+def test_mistakes_are_named(more, modes, steps, message):
+    with pytest.raises(ArgumentError) as error:
+        compare(Setting(**{"workload": WORKLOADS["autoencoder"], **more}), modes, steps=steps)
+    assert message in str(error.value)
+
+
+def test_random_numbers_of_variants_do_not_mix():
+    from torch import nn
+
+    from gradweave.compare.workloads import Workload
+
+    def model():
+        return nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.5), nn.Linear(32, 64))
+
+    base = WORKLOADS["autoencoder"]
+    workload = Workload("dropout", model, base.make_data, base.loss)
+    result = compare(Setting(workload, batch=256), ["backward", "forward"], steps=20)
+    assert all(r.identical for r in result.results)
+    assert torch.is_tensor(result.trials[0].model[0].weight)
