@@ -6,9 +6,10 @@ SIMULATE := $(BIN)/gradweave simulate
 
 .PHONY: demo test lint pictures clean
 
-# The main job, at a size that ends within a minute.
+# The main job, at a size that ends within two minutes, and the schedules.
 demo: $(VENV)/ready
 	@mkdir -p $(DEMO)
+	$(BIN)/gradweave compare --out $(DEMO)/compare
 	$(SIMULATE) single --out $(DEMO)/single.png
 	$(SIMULATE) data-parallel --out $(DEMO)/data-parallel.png
 	$(SIMULATE) pipeline --out $(DEMO)/pipeline.png

@@ -86,6 +86,7 @@ def test_gradient_scaling_with_infinities(form):
     assert_same(run("forward"), run(None))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_no_host_synchronisation_in_a_step(mode):
     model = make_net(cls=Wide).cuda()
@@ -117,7 +118,7 @@ def test_updates_run_on_a_second_stream_and_reads_wait_for_them():
             other = torch.cuda.Stream()
             other.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(other):
-                seen = model[2].weight.clone()
+                seen = model[2].weight.detach().clone()
             other.synchronize()
             assert torch.equal(seen, stock[2].weight)
         assert fusion._engine._sides
