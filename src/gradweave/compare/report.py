@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gradweave.compare.run import Comparison, Result
 
 _STYLE = """
 :root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .verdict { border-left: 4px solid #4477aa; padding: .5rem 1rem; background: #4477aa1a; }
 .scroll { overflow-x: auto; }
@@ -49,20 +49,19 @@ def _encoded(picture: Path) -> str:
     return base64.b64encode(picture.read_bytes()).decode()
 
 
-def _table(results: Iterable[Result]) -> str:
+def _table(results: Sequence[Result]) -> str:
     rows = []
+    memory_head = ["peak memory"] if results[0].peak_bytes is not None else []
     for result in results:
         low, middle, high = result.milliseconds
         parts = "".join(f"<td>{result.parts[part][1]:.3g}</td>" for part in ("forward", "backward", "update"))
-        memory = f"{result.peak_bytes / 2**20:.0f} MiB" if result.peak_bytes is not None else "-"
+        memory = f"<td>{result.peak_bytes / 2**20:.0f} MiB</td>" if result.peak_bytes is not None else ""
         same = "identical" if result.identical else f"{result.difference:.2g} off"
         rows.append(
             f"<tr><td>{html.escape(result.label)}</td><td>{middle:.3f}</td><td>{low:.3f} to {high:.3f}</td>{parts}"
-            f"<td>{result.throughput:.4g}</td><td>{memory}</td><td>{html.escape(str(result.speedup))}</td><td>{same}</td></tr>"
+            f"<td>{result.throughput:.4g}</td>{memory}<td>{html.escape(str(result.speedup))}</td><td>{same}</td></tr>"
         )
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("mode", "ms per step", "20% to 80%", "forward", "backward", "update", "samples/s", "peak memory",
-                     "speed-up [95%]", "weights")
-    )  # fmt: skip
+    names = ["mode", "ms per step", "20% to 80%", "forward", "backward", "update", "samples/s", *memory_head,
+             "speed-up [95%]", "weights"]  # fmt: skip
+    head = "".join(f"<th>{name}</th>" for name in names)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

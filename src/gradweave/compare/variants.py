@@ -21,7 +21,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adadelta": lambda params, **form: torch.optim.Adadelta(params, **form),
     "nadam": lambda params, **form: torch.optim.NAdam(params, lr=1e-4, **form),
 }
-FUSED_KERNELS = ("sgd", "adam", "adamw", "adagrad")
+FUSED_KERNELS = ("sgd", "adam", "adamw")
+"""Those with a fused form on the CPU and on CUDA."""
 STOCK = ("loop", "foreach", "fused")
 WOVEN = ("backward", "forward", "auto")
 MODES = (*STOCK, "hook", *WOVEN)
