@@ -107,8 +107,8 @@ def _print(result: Comparison, title: str) -> None:
     has_memory = result.setting.device.type == "cuda"
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     table.title = escape(f"{title}, {result.environment['device']}")
-    table.add_column("mode", no_wrap=True)
-    columns = ["ms/step", "F / B / U", "samples/s", *(["memory"] if has_memory else []), "speed-up [95%]", "weights"]
+    table.add_column("mode", no_wrap=True, min_width=max(len(row.label) for row in result.results))
+    columns = ["ms/step", "F/B/U ms", "per s", *(["memory"] if has_memory else []), "speed-up [95%]", "weights"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     for row in result.results:
@@ -116,7 +116,7 @@ def _print(result: Comparison, title: str) -> None:
         table.add_row(
             row.label,
             f"{row.milliseconds[1]:.2f}",
-            " / ".join(f"{row.parts[part][1]:.1f}" for part in ("forward", "backward", "update")),
+            "/".join(f"{row.parts[part][1]:.1f}" for part in ("forward", "backward", "update")),
             f"{row.throughput:.4g}",
             *([bytes_text(row.peak_bytes or 0)] if has_memory else []),
             f"{ratio.value:.3f}x [{ratio.low:.2f}, {ratio.high:.2f}]",
