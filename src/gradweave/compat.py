@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,22 @@ def put_first_behind_step(optimizer: Optimizer, hook: int) -> None:
     for number, _ in others:
         del hooks[number]
     hooks.update(others)
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Context in which an optimizer's hooks do not run, also where its step calls its parent's."""
+    before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, behind
+
+
+def load_hooks(module: torch.nn.Module) -> list[Any]:
+    """The hooks that run after a module has loaded a state dict."""
+    return list(module._load_state_dict_post_hooks.values())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -9,8 +9,9 @@ from types import TracebackType
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from gradweave.compat import is_distributed_tensor
+from gradweave.compat import is_distributed_tensor, load_hooks
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.auto import AutoEngine
 from gradweave.fusion.backward import BackwardEngine
@@ -88,24 +89,37 @@ def _check_model(model: nn.Module, optimizer: Optimizer, mode: str) -> None:
 
 def _check_neighbours(module: nn.Module, optimizer: Optimizer) -> None:
     """Another optimizer on the same model is welcome, one on the same parameters is not."""
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, _Presence) and hook.fusion is not None:
-            other = hook.fusion.optimizer
-            if any(id(p) in mine for group in other.param_groups for p in group["params"]):
-                raise ArgumentError(
-                    "optimizer",
-                    type(optimizer).__name__,
-                    "shares parameters with one that is fused; detach() that first",
-                )
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for mark in load_hooks(module):
+        if isinstance(mark, _Mark) and not own.isdisjoint(mark.params):
+            raise ArgumentError(
+                "optimizer", type(optimizer).__name__, "shares parameters with one that is fused; detach() that first"
+            )
 
 
-class _Presence(ModuleHook):
-    """Marks a model as fused, for the next fuse() to find."""
+class _Mark(ModuleHook):
+    """Says which of a module's parameters are fused, for the next fuse() to find; a copy says none."""
 
-    def __init__(self, fusion: Fusion) -> None:
+    def __init__(self, params: frozenset[int] = frozenset()) -> None:
         super().__init__()
-        self.fusion: Fusion | None = fusion
+        self.params = params
+
+    def __deepcopy__(self, _: object) -> _Mark:
+        return _Mark()
+
+    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
+        return _Mark, ()
+
+
+def _mark_owners(model: nn.Module, optimizer: Optimizer) -> list[RemovableHandle]:
+    """Leaves a mark where each parameter lives; a hook on loading costs nothing in training."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    marks = []
+    for module in model.modules():
+        params = frozenset(id(p) for p in module.parameters(recurse=False)) & own
+        if params:
+            marks.append(module.register_load_state_dict_post_hook(_Mark(params)))
+    return marks
 
 
 class Fusion:
@@ -123,7 +137,7 @@ class Fusion:
         else:
             self._engine = AutoEngine(model, optimizer, self._norms)
         self._hooks = StepHooks(optimizer, self._engine.before_step, self._engine.after_step)
-        self._mark = model.register_forward_pre_hook(_Presence(self))
+        self._marks = _mark_owners(model, optimizer)
         setattr(optimizer, _ATTACHED, self)
 
     def __enter__(self) -> Fusion:
@@ -145,11 +159,12 @@ class Fusion:
     def detach(self) -> None:
         """Applies what is pending and lets go: the model and ``step()`` are stock again."""
         if self._engine is not None:
-            self._engine.detach()
+            engine, self._engine = self._engine, None
             self._hooks.remove()
-            self._mark.remove()
-            self._engine = None
+            for mark in self._marks:
+                mark.remove()
             delattr(self.optimizer, _ATTACHED)
+            engine.detach()
 
     @contextmanager
     def no_update(self) -> Iterator[None]:

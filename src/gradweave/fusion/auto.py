@@ -63,7 +63,7 @@ class AutoEngine:
         """Lets go of whatever is attached."""
         if self._observer is not None:
             self._observer.detach()
-        self._use("stock")
+        self._use("stock", keep_guards=False)
 
     def flush(self) -> None:
         """Applies what is pending."""
@@ -90,9 +90,9 @@ class AutoEngine:
         doing = self._engine.describe() if self._engine is not None else "updates at step()"
         return f"chose {self.chosen} ({timed} per step; {self._reason}): {doing}"
 
-    def _use(self, name: str) -> None:
+    def _use(self, name: str, *, keep_guards: bool = True) -> None:
         if self._engine is not None:
-            self._engine.detach()
+            self._engine.detach(keep_guards=keep_guards)
             self._engine = None
         if name == "backward":
             self._engine = BackwardEngine(self.optimizer, self._norms)
@@ -101,11 +101,11 @@ class AutoEngine:
         if self._engine is not None:
             self._engine.accumulating = self._accumulating
 
-    def before_step(self) -> None:
+    def before_step(self, is_last: bool) -> None:
         """Passes on to what is attached now."""
         attached = self._observer or self._engine
         if attached is not None:
-            attached.before_step()
+            attached.before_step(is_last)
 
     def after_step(self) -> None:
         """Passes on to what is attached now, and changes it when its time is over."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradweave.compat import at_end_of_backward, current_backward
 from gradweave.errors import GradweaveError
-from gradweave.fusion.buckets import Bucket, make_buckets, same_objects
+from gradweave.fusion.buckets import Bucket, make_buckets, same_groups, same_objects
 from gradweave.fusion.guard import GradientGuard, guard_gradient
 from gradweave.fusion.hooks import HiddenParams
 from gradweave.fusion.norms import NormTracker
@@ -45,7 +45,10 @@ class BackwardEngine:
         self._hidden = HiddenParams(optimizer)
         self._guards: dict[nn.Parameter, GradientGuard] = {}
         self._hooks: list[Any] = []
-        self._watched: dict[nn.Parameter, torch.Tensor] = {}
+        self._watched: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._watched_in = -1
+        self._spent: list[tuple[Sequence[nn.Parameter], list[GradientGuard], list[int]]] = []
+        self._stale = False
         self._applied: list[Bucket] = []
         self._settings: list[dict[str, Any]] | None = None
         self._running: set[int] = set()
@@ -53,17 +56,23 @@ class BackwardEngine:
         self._on_load = optimizer.register_load_state_dict_post_hook(lambda _: self.accept_partial())
         self._watch()
 
-    def detach(self) -> None:
-        """Takes every hook away; ``.grad`` is then what is left for a stock step."""
+    def detach(self, *, keep_guards: bool = False) -> None:
+        """Takes every hook away; ``.grad`` is then what is left for a stock step.
+
+        Args:
+            keep_guards: Leave used-up gradients guarded, for another engine to go on from there.
+        """
         self._hidden.restore()
         self._on_load.remove()
         self._remove_hooks()
-        for p, grad in self._watched.items():
-            p.grad = grad
+        for p, (grad, _) in self._watched.items():
+            if p.grad is self._guards[p]:
+                p.grad = grad
         self._watched.clear()
-        for p, guard in self._guards.items():
-            if p.grad is guard:
-                p.grad = None
+        if not keep_guards:
+            for p, guard in self._guards.items():
+                if p.grad is guard:
+                    p.grad = None
 
     def flush(self) -> None:
         """Nothing is ever pending: updates are done when backward is."""
@@ -72,6 +81,7 @@ class BackwardEngine:
         """Goes on from weights of which a failed backward has updated some."""
         self._running.clear()
         self._applied = []
+        self._spent = []
         self._settings = None
 
     def record(self, recorder: Callable[[int], AbstractContextManager[None]] | None) -> None:
@@ -89,9 +99,11 @@ class BackwardEngine:
     def _watch(self) -> None:
         self._remove_hooks()
         self._watching = True
+        self._stale = False
         self._known = self._trainable()
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         for p in self._known:
-            if p not in self._guards:
+            if p not in self._guards or not _fits(self._guards[p], p):
                 self._guards[p] = guard_gradient(p, self._refuse_use)
             self._hooks.append(p.register_post_accumulate_grad_hook(self._set_aside))
 
@@ -103,7 +115,12 @@ class BackwardEngine:
         if self.accumulating or not isinstance(p, nn.Parameter) or p.grad is None:
             return
         self._check_gradient(p.grad)
-        self._watched[p] = p.grad
+        running = current_backward()
+        if running != self._watched_in:
+            self._watched_in = running
+            if all(q is p or q.grad is None for q in self._watched):
+                self._watched.clear()
+        self._watched[p] = (p.grad, p._version)
         p.grad = self._guards[p]
 
     def _check_gradient(self, grad: torch.Tensor) -> None:
@@ -119,6 +136,7 @@ class BackwardEngine:
             )
 
     def _refuse_use(self, operation: str) -> GradweaveError:
+        self._hidden.restore()
         if operation.startswith(("add_", "add.")):
             return GradweaveError(
                 'a second backward before step() and zero_grad(): mode="backward" updates weights in the first; run '
@@ -162,6 +180,11 @@ class BackwardEngine:
             if grad is None or type(grad) is GradientGuard:
                 return
         self._check_gradient(grads[-1])  # type: ignore[arg-type]
+        if self._settings is None:
+            self._stale = not same_groups(self.optimizer, self._groups)
+        if self._stale or not _fits(guards[-1], bucket.params[-1]):
+            self._stale = True
+            return
         self._begin_update(bucket)
         if self._norms.enabled:
             self._norms.add(bucket.params, grads)  # type: ignore[arg-type]
@@ -170,6 +193,7 @@ class BackwardEngine:
         mark_written(bucket.params)
         for p, guard in zip(bucket.params, guards, strict=True):
             p.grad = guard
+        self._spent.append((bucket.params, guards, [p._version for p in bucket.params]))
         self._applied.append(bucket)
 
     def _begin_update(self, bucket: Bucket) -> None:
@@ -190,12 +214,14 @@ class BackwardEngine:
 
     # At step()
 
-    def before_step(self) -> None:
+    def before_step(self, is_last: bool) -> None:  # noqa: ARG002
         """Leaves for the optimizer's own update what backward has not updated."""
+        self._hidden.restore()
+        self._check_untouched()
         if self._watching:
-            for p, grad in self._watched.items():
+            for p, (grad, _) in self._watched.items():
                 p.grad = grad
-            self._norms.add(list(self._watched), list(self._watched.values()))
+            self._norms.add(list(self._watched), [grad for grad, _ in self._watched.values()])
             return
         if self._running:
             raise GradweaveError(self._partial_message())
@@ -210,6 +236,22 @@ class BackwardEngine:
             with_grad = [p for p in left if p.grad is not None]
             self._norms.add(with_grad, [p.grad for p in with_grad])  # type: ignore[misc]
         self._hidden.hide_all_but(left)
+
+    def _check_untouched(self) -> None:
+        """Gradients must not have been replaced, nor weights changed, since backward."""
+        spent = self._spent
+        if self._watching:
+            watched = list(self._watched)
+            spent = [(watched, [self._guards[p] for p in watched], [v for _, v in self._watched.values()])]
+        for params, guards, versions in spent:
+            for p, guard, version in zip(params, guards, versions, strict=True):
+                if p.grad is not guard:
+                    raise self._refuse_use("an assignment")
+                if p._version != version:
+                    raise GradweaveError(
+                        'a weight was changed between backward() and step(): mode="backward" updates it during '
+                        f"backward, so that the order would differ from stock; change it after step(), or {REMEDY}"
+                    )
 
     def _count(self) -> int:
         return sum(len(group["params"]) for group in self.optimizer.param_groups)
@@ -241,8 +283,9 @@ class BackwardEngine:
     def after_step(self) -> None:
         """Closes the step; from here to the next backward, gradients may not be used."""
         self._hidden.restore()
-        self._norms.end_step(self._known)
+        self._norms.end_step([p for group in self.optimizer.param_groups for p in group["params"]])
         self._applied = []
+        self._spent = []
         self._settings = None
         self._steps += 1
         if self._watching and self._watched:
@@ -250,8 +293,13 @@ class BackwardEngine:
             self._arm()
             for p in used:
                 p.grad = self._guards[p]
-        elif not self._watching and self._steps % _RECHECK_STEPS == 0 and self._changed():
+        elif not self._watching and (self._stale or (self._steps % _RECHECK_STEPS == 0 and self._changed())):
             self._watch()
 
     def _changed(self) -> bool:
         return not same_objects(self._trainable(), self._known)
+
+
+def _fits(guard: GradientGuard, p: nn.Parameter) -> bool:
+    """Whether a guard can still stand for a parameter's gradient; a model may have been converted."""
+    return guard.dtype is p.dtype and guard.device == p.device and guard.shape == p.shape

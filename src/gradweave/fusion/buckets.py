@@ -75,6 +75,14 @@ def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int)
     return buckets
 
 
+def same_groups(optimizer: Optimizer, known: Sequence[Sequence[nn.Parameter]]) -> bool:
+    """Whether an optimizer's groups hold the parameters they held."""
+    groups = optimizer.param_groups
+    if len(groups) != len(known):
+        return False
+    return all(same_objects(group["params"], params) for group, params in zip(groups, known, strict=True))
+
+
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
     """Whether two lists hold the same objects; comparing parameters would compare their values."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from gradweave.compat import is_compiled
 from gradweave.errors import GradweaveError
-from gradweave.fusion.buckets import Bucket, make_buckets, same_objects
+from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
 from gradweave.fusion.guard import GradientGuard, guard_gradient
 from gradweave.fusion.hooks import HiddenParams, ModuleHook
 from gradweave.fusion.norms import NormTracker
-from gradweave.fusion.pending import forget_gradient, pending_class, restore
+from gradweave.fusion.pending import PendingState, pending_class, restore
 from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
 
 _MOST_BUCKETS = 3
@@ -65,11 +65,13 @@ class ForwardEngine:
         self._pending_class = pending_class(
             GradientGuard(torch.empty(0), _refuse_use, self._clear_pending), self._resolve_param
         )
+        self._state: Any = None
         self._bucket_of: dict[int, int] = {}
         self._guards: dict[int, GradientGuard] = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._used: dict[nn.Parameter, None] = {}
         self._known: list[nn.Parameter] = []
+        self._groups: list[list[nn.Parameter]] = []
         self._learning = self._learn_order()
         self._owners = list(self._guard_owners())
         self._flushing = [
@@ -77,14 +79,23 @@ class ForwardEngine:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
         ]
 
-    def detach(self) -> None:
-        """Applies what is pending and takes every hook away."""
-        self.flush()
+    def detach(self, *, keep_guards: bool = False) -> None:
+        """Applies what is pending and takes every hook away.
+
+        Args:
+            keep_guards: Leave used-up gradients guarded, for another engine to go on from there.
+        """
+        try:
+            self.flush()
+        finally:
+            self._let_go(keep_guards)
+
+    def _let_go(self, keep_guards: bool) -> None:
         for hook in (*self._learning, *self._owners, *self._flushing):
             hook.remove()
         self._hidden.restore()
         for p in self._known:
-            if p.grad is self._guards[id(p)]:
+            if not keep_guards and type(p) is nn.Parameter and p.grad is self._guards[id(p)]:
                 p.grad = None
 
     def flush(self) -> None:
@@ -140,7 +151,7 @@ class ForwardEngine:
 
     # At step()
 
-    def before_step(self) -> None:
+    def before_step(self, is_last: bool) -> None:
         """Takes the gradients and the hyperparameters over; the optimizer's own update finds nothing to do."""
         self.flush()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -148,7 +159,7 @@ class ForwardEngine:
             with_grad = [p for p in params if p.grad is not None]
             self._norms.add(with_grad, [p.grad for p in with_grad])
             self._norms.end_step(params)
-        if not same_objects(params, self._known) or _capturing():
+        if not is_last or self._groups_changed() or _capturing():
             return
         updates = [update for bucket in self.buckets if (update := self._take(bucket)) is not None]
         if not updates:
@@ -171,6 +182,8 @@ class ForwardEngine:
         for p, grad in zip(bucket.params, grads, strict=True):
             if grad is None:
                 whole = False
+            elif type(grad) is GradientGuard:
+                raise _refuse_use("step()")
             elif type(p) is not nn.Parameter or grad.layout is not torch.strided:
                 return None
         if not whole:
@@ -183,9 +196,13 @@ class ForwardEngine:
     def after_step(self) -> None:
         """Closes the step; from here to the next backward, gradients may not be used."""
         self._hidden.restore()
-        params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if not same_objects(params, self._known):
-            self._learned(params)
+        if self._pending:
+            self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle)
+        if self._groups_changed():
+            self._learned([p for group in self.optimizer.param_groups for p in group["params"]])
+
+    def _groups_changed(self) -> bool:
+        return not same_groups(self.optimizer, self._groups)
 
     def _learned(self, params: list[nn.Parameter]) -> None:
         """A step ran in stock order, so every parameter's state is there: buckets can be made."""
@@ -193,6 +210,7 @@ class ForwardEngine:
             hook.remove()
         self._learning = []
         self._known = params
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self.buckets = make_buckets(self.optimizer, [*self._used, *params], _MOST_BUCKETS)
         self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
         for p in params:
@@ -235,8 +253,22 @@ class ForwardEngine:
         if update is not None and type(p) is self._pending_class:
             self._resolve(update)
 
+    def _settle(self) -> Any:
+        """Applies everything that is pending; returns the optimizer's own state."""
+        self.flush()
+        return self.optimizer.state
+
     def _resolve(self, update: _Update) -> None:
         """Makes an update visible: runs it now, or makes the current stream wait for it."""
+        if self._state is not None:
+            self.optimizer.state, self._state = self._state, None
+        try:
+            self._make_visible(update)
+        finally:
+            if self._pending:
+                self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle)
+
+    def _make_visible(self, update: _Update) -> None:
         params = update.bucket.params
         if update.event is not None:
             if _capturing():
@@ -270,9 +302,11 @@ class ForwardEngine:
 
     def _clear_pending(self) -> None:
         """``zero_grad(set_to_none=False)`` has zeroed the guard that pending parameters show."""
-        for update in self._pending.values():
-            for p in update.bucket.params:
-                forget_gradient(p)
+        params = [p for update in self._pending.values() for p in update.bucket.params]
+        self.flush()
+        for p in params:
+            if p.grad is self._guards[id(p)]:
+                p.grad = torch.zeros_like(p)
 
 
 def _restrict(bucket: Bucket, grads: dict[nn.Parameter, torch.Tensor]) -> Bucket:

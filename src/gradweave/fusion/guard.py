@@ -47,6 +47,14 @@ class GradientGuard(torch.Tensor):
             return args[0] if func is torch.ops.aten.zero_.default else None
         raise guards[0]._on_use(str(func).removeprefix("aten."))
 
+    def numpy(self, **_: Any) -> Any:
+        """Raises, as every use does; torch's own refusal would not say why."""
+        raise self._on_use("numpy()")
+
+    def tolist(self) -> Any:
+        """Raises, likewise."""
+        raise self._on_use("tolist()")
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GradientGuard(shape={tuple(self.shape)})"
 
@@ -55,10 +63,10 @@ class GradientGuard(torch.Tensor):
 
 
 def guard_gradient(param: torch.nn.Parameter, on_use: Callable[[str], GradweaveError]) -> GradientGuard:
-    """A guard for one parameter's ``.grad``, which goes when it is zeroed."""
+    """A guard for one parameter's ``.grad``; zeroing it leaves zeros, as it would of the gradient."""
 
     def clear() -> None:
-        param.grad = None
+        param.grad = torch.zeros_like(param)
 
     return GradientGuard(param, on_use, clear)
 

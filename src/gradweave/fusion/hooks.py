@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -64,17 +65,17 @@ class StepHooks:
     """Calls ``before`` just before an optimizer's own update and ``after`` behind it.
 
     The optimizer's ``step`` stays what it is, also where a scheduler or a scaler has wrapped it.
-    ``before`` comes after a closure, and after every other hook that runs before the step, so
-    that it sees the gradients that the update would see: where a hook was added behind it, that
-    step is left alone and the order is mended for the next. ``after`` comes before every other
-    hook behind the step.
+    ``before`` comes after a closure and is told whether it is the last hook before the update: one
+    that was added later may still change gradients. The order is mended for the next step.
+    ``after`` comes before every other hook behind the step. Where a class's ``step`` calls its
+    parent's, which runs the hooks again, only the outer call counts.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Optimizer, before: Callable[[bool], None], after: Callable[[], None]) -> None:
         self.optimizer = optimizer
         self._before = before
         self._after = after
-        self._left_alone = False
+        self._outer: int | None = None
         self._pre = optimizer.register_step_pre_hook(self._pre_hook)
         self._post = optimizer.register_step_post_hook(self._post_hook)
         put_first_behind_step(optimizer, self._post.id)
@@ -89,27 +90,23 @@ class StepHooks:
         """Whether no other hook runs between ``before`` and the update."""
         return bool(next(reversed(step_pre_hooks(self.optimizer))) == self._pre.id)
 
-    def move_last(self) -> None:
-        """Goes behind hooks that were added later."""
-        if not self.is_last:
-            self._pre.remove()
-            self._pre = self.optimizer.register_step_pre_hook(self._pre_hook)
-
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._left_alone = not self.is_last
-        if self._left_alone:
+        depth = _stack_depth()
+        if self._outer is not None and depth > self._outer:
             return None
+        self._outer = depth
+        last = self.is_last
         position = 1 if len(args) > 1 else None
         closure = args[1] if position else kwargs.get("closure")
         if closure is None:
-            self._before()
+            self._before(last)
             return None
 
         def closure_then_before() -> Any:
             with torch.enable_grad():
                 loss = closure()
             with torch.no_grad():
-                self._before()
+                self._before(last)
             return loss
 
         if position:
@@ -117,7 +114,18 @@ class StepHooks:
         return args, {**kwargs, "closure": closure_then_before}
 
     def _post_hook(self, *_: Any) -> None:
-        if self._left_alone:
-            self.move_last()
-        else:
-            self._after()
+        if self._outer is not None and _stack_depth() > self._outer:
+            return
+        self._outer = None
+        if not self.is_last:
+            self._pre.remove()
+            self._pre = self.optimizer.register_step_pre_hook(self._pre_hook)
+        self._after()
+
+
+def _stack_depth() -> int:
+    """How deep the calls are nested: a step inside a step is deeper than it."""
+    depth, frame = 0, sys._getframe(1)
+    while frame is not None:
+        depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]
+    return depth

@@ -9,7 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from gradweave.compat import disabled_torch_function, metadata_guard
+from gradweave.compat import metadata_guard, no_torch_function
+from gradweave.fusion.pending import METADATA
+from gradweave.fusion.stepping import FrozenStep
 
 
 class _ObservedGradient(torch.Tensor):
@@ -25,12 +27,24 @@ class _ObservedGradient(torch.Tensor):
         observed._observer = observer
         return observed
 
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA:
+            with no_torch_function():
+                return func(*args, **(kwargs or {}))
+        return cls._on_real(func, getattr(func, "__name__", str(func)), args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = str(func).removeprefix("aten.")
+        return cls._on_real(func, name, args, kwargs)
+
+    @classmethod
+    def _on_real(cls, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         used: list[_ObservedGradient] = []
 
         def real(value: Any) -> Any:
@@ -40,9 +54,8 @@ class _ObservedGradient(torch.Tensor):
             return value
 
         args, kwargs = tree_map(real, (args, kwargs or {}))
-        name = str(func).removeprefix("aten.")
         used[0]._observer.note("accumulates" if name.startswith(("add_.", "add.")) else f"uses .grad ({name})")
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class LoopObserver:
@@ -55,7 +68,8 @@ class LoopObserver:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.needs: list[str] = []
-        self._real: dict[nn.Parameter, torch.Tensor] = {}
+        self._real: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._settings: list[dict[str, Any]] = []
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._observe)
             for group in optimizer.param_groups
@@ -85,20 +99,39 @@ class LoopObserver:
             return
         if isinstance(p.grad, _ObservedGradient):
             return
-        self._real[p] = p.grad
+        if not self._real:
+            self._settings = FrozenStep(self.optimizer).groups
+        self._real[p] = (p.grad, p._version)
         p.grad = _ObservedGradient(p.grad, self)
 
     def _restore(self) -> None:
-        for p, grad in self._real.items():
+        replaced = [p for p in self._real if not isinstance(p.grad, _ObservedGradient)]
+        if replaced and len(replaced) < len(self._real):
+            self.note("assigns .grad")
+        for p, (grad, version) in self._real.items():
+            if p._version != version:
+                self.note("changes weights before step()")
             if isinstance(p.grad, _ObservedGradient):
                 p.grad = grad
         self._real = {}
 
-    def before_step(self) -> None:
+    def before_step(self, is_last: bool) -> None:  # noqa: ARG002
         """Gives the optimizer the real gradients."""
+        if self._real and _changed(self._settings, FrozenStep(self.optimizer).groups):
+            self.note("changes hyperparameters before step()")
         self._restore()
         if getattr(self.optimizer, "grad_scale", None) is not None:
             self.note("GradScaler")
 
     def after_step(self) -> None:
         """Nothing to do: the step ran in stock order."""
+
+
+def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    """Whether any group's settings differ."""
+    for then, current in zip(before, now, strict=False):
+        for key, value in then.items():
+            same = torch.equal(value, current[key]) if isinstance(value, torch.Tensor) else value == current.get(key)
+            if not same:
+                return True
+    return len(before) != len(now)

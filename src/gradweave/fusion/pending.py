@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ _ATTRIBUTES = (
     "_backward_hooks", "_post_accumulate_grad_hooks",
 )  # fmt: skip
 _SETTABLE = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_METADATA: set[Any] = {
+METADATA: set[Any] = {
     *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
     *(getattr(torch.Tensor, name).__set__ for name in _SETTABLE),
     torch.Tensor.is_floating_point,
@@ -50,7 +52,7 @@ def pending_class(guard: GradientGuard, resolve: Callable[[nn.Parameter], None])
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             kwargs = kwargs or {}
-            if func in _METADATA:
+            if func in METADATA:
                 with no_torch_function():
                     return func(*args, **kwargs)
             for param in _pending((args, kwargs), cls):
@@ -84,11 +86,6 @@ def restore(params: Iterable[nn.Parameter], guards: Mapping[int, GradientGuard])
             param.grad = assigned
 
 
-def forget_gradient(param: nn.Parameter) -> None:
-    """As ``param.grad = None``, for one that is pending."""
-    vars(param)["grad"] = None
-
-
 def _pending(value: Any, cls: type) -> Iterator[Any]:
     """The pending parameters among nested arguments."""
     if type(value) is cls:
@@ -99,3 +96,35 @@ def _pending(value: Any, cls: type) -> Iterator[Any]:
     elif isinstance(value, (list, tuple, set)):
         for item in value:
             yield from _pending(item, cls)
+
+
+class PendingState(defaultdict[Any, Any]):
+    """What ``optimizer.state`` is while updates are pending: whoever looks at it sees them done.
+
+    Args:
+        settle: Applies what is pending and returns the optimizer's own state.
+    """
+
+    def __init__(self, settle: Callable[[], Any]) -> None:
+        super().__init__(dict)
+        self._settle = settle
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._settle(), memo)
+
+    def __reduce__(self) -> Any:
+        return self._settle().__reduce__()
+
+
+def _forward_to_settled(name: str) -> Callable[..., Any]:
+    def method(self: PendingState, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._settle(), name)(*args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__repr__", "get",
+    "items", "keys", "values", "pop", "popitem", "clear", "setdefault", "update", "copy",
+):  # fmt: skip
+    setattr(PendingState, _name, _forward_to_settled(_name))

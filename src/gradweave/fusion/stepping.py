@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradweave.compat import own_step
+from gradweave.compat import own_step, without_step_hooks
 from gradweave.fusion.buckets import Bucket
 
 _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
@@ -69,7 +69,8 @@ class PartialStepper:
         for name, value in scaler.items():
             setattr(optimizer, name, value)
         try:
-            self._step(optimizer)
+            with without_step_hooks(optimizer):
+                self._step(optimizer)
         finally:
             optimizer.param_groups = groups
             for name in scaler:
