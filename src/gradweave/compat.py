@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: functions see it as a plain tensor."""
+
+map_nested = tree_map
+"""Applies a function to every leaf of nested containers."""
 
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses' ``__torch_function__`` is not consulted."""

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
-from gradweave.compat import metadata_guard, no_torch_function
+from gradweave.compat import map_nested, metadata_guard, no_torch_function
 from gradweave.fusion.pending import METADATA
 from gradweave.fusion.stepping import FrozenStep
 
@@ -53,7 +52,7 @@ class _ObservedGradient(torch.Tensor):
                 return value._real
             return value
 
-        args, kwargs = tree_map(real, (args, kwargs or {}))
+        args, kwargs = map_nested(real, (args, kwargs or {}))
         used[0]._observer.note("accumulates" if name.startswith(("add_.", "add.")) else f"uses .grad ({name})")
         return func(*args, **(kwargs or {}))
 
