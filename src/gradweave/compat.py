@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -72,6 +72,18 @@ def metadata_guard(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
     return torch.Tensor._make_wrapper_subclass(
         cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
     )
+
+
+def in_function_transform() -> bool:
+    """Whether ``torch.func`` is transforming the code that runs now (grad, vjp, jvp, vmap, ...)."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def outside_function_transforms() -> AbstractContextManager[Any]:
+    """Context in which ``torch.func`` leaves the code alone that it is transforming."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:

@@ -78,6 +78,38 @@ def test_every_read_through_the_parameter_sees_the_update(fused, expected, read)
     torch.testing.assert_close(value, READS[read](expected[0]).detach(), rtol=0, atol=0)
 
 
+TRANSFORMS = {
+    "grad": lambda f, params: torch.func.grad(f)(params),
+    "vjp": lambda f, params: torch.func.vjp(f, params)[1](torch.tensor(1.0))[0],
+    "jvp": lambda f, params: {"head.bias": torch.func.jvp(f, (params,), (params,))[1]},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_function_transform_of_the_model_sees_the_update(fused, expected, transform):
+    def gradient(model):
+        x, _ = next(batches(1))
+        params = dict(model.named_parameters())
+        made = TRANSFORMS[transform](lambda p: torch.func.functional_call(model, p, (x,)).square().mean(), params)
+        return made["head.bias"]
+
+    assert pending(fused[0]) > 0
+    torch.testing.assert_close(gradient(fused[0]), gradient(expected[0]), rtol=0, atol=0)
+
+
+class TakesOver(torch.Tensor):
+    """As quantised and masked tensors do: functions run without asking the other arguments' classes."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_an_input_of_another_tensor_class_sees_the_update(fused, expected):
+    x, _ = next(batches(1))
+    got = fused[0](x.as_subclass(TakesOver)).as_subclass(torch.Tensor)
+    torch.testing.assert_close(got, expected[0](x), rtol=0, atol=0)
+
+
 def test_the_optimizers_state_dict_is_up_to_date(fused, expected):
     mine, theirs = fused[1].state_dict(), expected[1].state_dict()
     for index, state in theirs["state"].items():

@@ -135,11 +135,31 @@ def test_third_party_optimizers(cls, mode):
     assert_same(train(make), train(make, mode))
 
 
+class Plateau(optim.lr_scheduler.ReduceLROnPlateau):
+    """Told of a metric that never gets better."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, patience=0, factor=0.5)
+
+    def step(self):
+        super().step(1.0)
+
+
 SCHEDULERS = {
     "StepLR": lambda o: optim.lr_scheduler.StepLR(o, 2, 0.5),
     "OneCycleLR (momentum too)": lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=8),
     "CosineAnnealingLR": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, 6),
     "CyclicLR (momentum too)": lambda o: optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+    "LambdaLR": lambda o: optim.lr_scheduler.LambdaLR(o, lambda i: 0.9**i),
+    "MultiplicativeLR": lambda o: optim.lr_scheduler.MultiplicativeLR(o, lambda i: 0.8),
+    "MultiStepLR": lambda o: optim.lr_scheduler.MultiStepLR(o, [1, 3]),
+    "PolynomialLR": lambda o: optim.lr_scheduler.PolynomialLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
+    "SWALR": lambda o: optim.swa_utils.SWALR(o, swa_lr=0.02, anneal_epochs=2),
+    "ReduceLROnPlateau": lambda o: Plateau(o),
+    "ChainedScheduler": lambda o: optim.lr_scheduler.ChainedScheduler(
+        [optim.lr_scheduler.ConstantLR(o, total_iters=2), optim.lr_scheduler.ExponentialLR(o, 0.7)]
+    ),
     "LinearLR": lambda o: optim.lr_scheduler.LinearLR(o, total_iters=4),
     "SequentialLR": lambda o: optim.lr_scheduler.SequentialLR(
         o, [optim.lr_scheduler.ConstantLR(o), optim.lr_scheduler.ExponentialLR(o, 0.7)], [3]

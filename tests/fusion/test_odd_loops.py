@@ -276,3 +276,69 @@ def test_numpy_of_a_gradient_that_is_gone_says_why():
         loss_of(model, *next(batches(1))).backward()
         with pytest.raises(GradweaveError, match='use mode="forward"'):
             model.head.weight.grad.cpu().numpy()
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+@pytest.mark.parametrize("which", ["parameter", "group"])
+def test_parameters_taken_out_of_the_optimizer(mode, which):
+    def odd(i, model, optimizer, x, y):
+        if i == 4 and which == "parameter":
+            optimizer.param_groups[0]["params"].pop()
+        elif i == 4:
+            optimizer.param_groups.pop()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def make(model):
+        params = list(model.parameters())
+        return optim.AdamW([{"params": params[:4]}, {"params": params[4:]}], lr=0.01)
+
+    model, _ = run(mode, odd, make, steps=30)
+    expected, _ = run(None, odd, make, steps=30)
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_state_loaded_between_backward_and_step():
+    saved = adamw(make_net()).state_dict()
+
+    def odd(i, model, optimizer, x, y):
+        loss_of(model, x, y).backward()
+        if i == 5:
+            optimizer.load_state_dict(saved)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_same(run("forward", odd), run(None, odd))
+    with pytest.raises(GradweaveError, match="needs zero_grad"):
+        run("backward", odd)
+
+
+class Fails(optim.SGD):
+    """An optimizer whose own step can fail."""
+
+    broken = False
+
+    def step(self, closure=None):
+        if self.broken:
+            raise RuntimeError("broken")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_step_that_fails_leaves_every_parameter_in_the_state_dict(mode):
+    model = make_net()
+    optimizer = Fails(model.parameters(), lr=0.05)
+    with fuse(model, optimizer, mode):
+        for i, (x, y) in enumerate(batches(4)):
+            loss_of(model, x, y).backward()
+            optimizer.broken = i == 3
+            if optimizer.broken and mode == "forward":
+                with pytest.raises(RuntimeError):
+                    optimizer.step()
+            elif not optimizer.broken:
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.broken = False
+        assert len(optimizer.state_dict()["param_groups"][0]["params"]) == len(list(model.parameters()))

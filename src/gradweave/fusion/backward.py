@@ -53,7 +53,10 @@ class BackwardEngine:
         self._settings: list[dict[str, Any]] | None = None
         self._running: set[int] = set()
         self._steps = 0
-        self._on_load = optimizer.register_load_state_dict_post_hook(lambda _: self.accept_partial())
+        self._on_state = [
+            optimizer.register_load_state_dict_post_hook(lambda _: self.accept_partial()),
+            optimizer.register_state_dict_pre_hook(lambda _: self._hidden.restore()),
+        ]
         self._watch()
 
     def detach(self, *, keep_guards: bool = False) -> None:
@@ -63,7 +66,8 @@ class BackwardEngine:
             keep_guards: Leave used-up gradients guarded, for another engine to go on from there.
         """
         self._hidden.restore()
-        self._on_load.remove()
+        for hook in self._on_state:
+            hook.remove()
         self._remove_hooks()
         for p, (grad, _) in self._watched.items():
             if p.grad is self._guards[p]:
@@ -232,6 +236,11 @@ class BackwardEngine:
             applied = {id(p) for bucket in self._applied for p in bucket.params}
             params = (p for group in self.optimizer.param_groups for p in group["params"])
             left = [p for p in params if id(p) not in applied]
+            if any(type(p.grad) is GradientGuard for p in left):
+                raise GradweaveError(
+                    'step() without a backward() of its own: mode="backward" uses each gradient once, during backward; '
+                    "a loaded checkpoint, too, needs zero_grad() and a new backward() before step()"
+                )
         if self._norms.enabled:
             with_grad = [p for p in left if p.grad is not None]
             self._norms.add(with_grad, [p.grad for p in with_grad])  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import is_compiled
+from gradweave.compat import in_function_transform, is_compiled, outside_function_transforms
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
 from gradweave.fusion.guard import GradientGuard, guard_gradient
@@ -75,8 +75,9 @@ class ForwardEngine:
         self._learning = self._learn_order()
         self._owners = list(self._guard_owners())
         self._flushing = [
-            optimizer.register_state_dict_pre_hook(lambda _: self.flush()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self.flush()),
+            model.register_forward_pre_hook(ModuleHook(self._entered), prepend=True),
+            optimizer.register_state_dict_pre_hook(self._before_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_state_dict),
         ]
 
     def detach(self, *, keep_guards: bool = False) -> None:
@@ -124,7 +125,7 @@ class ForwardEngine:
     def _learn_order(self) -> list[Any]:
         """Hooks that note the order in which modules with parameters run, until the first step."""
 
-        def note(module: nn.Module) -> None:
+        def note(module: nn.Module, _: Any) -> None:
             self._used.update(dict.fromkeys(module.parameters(recurse=False)))
 
         owners = (m for m in self._model.modules() if next(m.parameters(recurse=False), None) is not None)
@@ -144,10 +145,24 @@ class ForwardEngine:
                     resolve = ModuleHook(partial(self._resolve_all, params))
                     yield module.register_forward_pre_hook(resolve, prepend=True)
 
-    def _resolve_all(self, params: list[nn.Parameter], _: nn.Module) -> None:
+    def _resolve_all(self, params: list[nn.Parameter], *_: Any) -> None:
         if self._pending:
             for p in params:
                 self._resolve_param(p)
+
+    def _entered(self, _: nn.Module, args: Any) -> None:
+        """The model is about to run: brings it up to date where its uses of parameters would go unnoticed.
+
+        Function transforms unwrap parameters, and inputs of another tensor class may take a
+        function over, before a Parameter's own class is asked.
+        """
+        if not self._pending:
+            return
+        if in_function_transform():
+            with outside_function_transforms():
+                self.flush()
+        elif any(_of_odd_class(value) for value in args):
+            self.flush()
 
     # At step()
 
@@ -258,6 +273,11 @@ class ForwardEngine:
         self.flush()
         return self.optimizer.state
 
+    def _before_state_dict(self, *_: Any) -> None:
+        """Everything is to be seen as after step(), also what a step that failed has left hidden."""
+        self.flush()
+        self._hidden.restore()
+
     def _resolve(self, update: _Update) -> None:
         """Makes an update visible: runs it now, or makes the current stream wait for it."""
         if self._state is not None:
@@ -313,6 +333,10 @@ def _restrict(bucket: Bucket, grads: dict[nn.Parameter, torch.Tensor]) -> Bucket
     """The part of a bucket that has gradients."""
     groups = {index: [p for p in params if p in grads] for index, params in bucket.groups.items()}
     return Bucket(bucket.number, tuple(grads), {index: params for index, params in groups.items() if params})
+
+
+def _of_odd_class(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
 
 
 def _capturing() -> bool:
