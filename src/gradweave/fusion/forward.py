@@ -156,12 +156,7 @@ class ForwardEngine:
         Function transforms unwrap parameters, and inputs of another tensor class may take a
         function over, before a Parameter's own class is asked.
         """
-        if not self._pending:
-            return
-        if in_function_transform():
-            with outside_function_transforms():
-                self.flush()
-        elif any(_of_odd_class(value) for value in args):
+        if self._pending and (in_function_transform() or any(_of_odd_class(value) for value in args)):
             self.flush()
 
     # At step()
@@ -280,6 +275,9 @@ class ForwardEngine:
 
     def _resolve(self, update: _Update) -> None:
         """Makes an update visible: runs it now, or makes the current stream wait for it."""
+        if in_function_transform():
+            with outside_function_transforms():
+                return self._resolve(update)
         if self._state is not None:
             self.optimizer.state, self._state = self._state, None
         try:
