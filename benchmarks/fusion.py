@@ -45,11 +45,12 @@ class Case:
 
 ALL = ("loop", "foreach", "hook", "backward", "forward", "auto")
 GPU_CASES = [
-    Case("breakdown", "mobilenet_v2", ALL),
-    Case("clipping", "gpt2", ("forward", "auto"), batch=2, dtype="bfloat16", max_norm=1.0),
-    Case("models", "gpt2", batch=2, dtype="bfloat16"),
-    *(Case("batch", "mobilenet_v2", batch=batch, steps=100) for batch in (8, 32, 128, 256)),
-    *(Case("models", model, steps=100) for model in ("mlp", "resnet18", "gpt_small")),
+    Case("breakdown", "mobilenet_v2", ALL, steps=400),
+    Case("clipping", "gpt2", ("forward", "auto"), batch=2, dtype="bfloat16", max_norm=1.0, steps=400),
+    Case("models", "gpt2", batch=2, dtype="bfloat16", steps=250),
+    *(Case("models", model, steps=400) for model in ("mlp", "resnet18", "gpt_small")),
+    Case("batch", "mobilenet_v2", batch=8, steps=300),
+    *(Case("batch", "mobilenet_v2", batch=batch, steps=60) for batch in (64, 128, 256)),
     *(
         Case("optimizers", "mobilenet_v2", ("foreach", "backward", "forward"), optimizer, steps=100)
         for optimizer in ("sgd", "adagrad", "rmsprop", "adadelta")

@@ -102,3 +102,98 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return isinstance(module, (OptimizedModule, torch.jit.ScriptModule)) or (
         getattr(module, "_compiled_call_impl", None) is not None
     )
+
+
+# The whole step as one graph
+
+
+def trace_to_graph(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
+    """Records the ATen operations that a function runs on fake tensors."""
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def trace(*args: Any) -> torch.fx.GraphModule:
+        with enable_python_dispatcher():
+            return make_fx(function)(*args)
+
+    return trace
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have no data, with room for symbols in the place of numbers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake_of(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data in the likeness of another one, its shape fixed."""
+    fake: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
+    return fake
+
+
+def float_symbol(mode: Any, name: str, value: float) -> Any:
+    """A float that tracing keeps as an input; branches on it are decided by ``value`` and remembered."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    environment, source = mode.shape_env, ConstantSource(name)
+    symbol = environment.create_symbol(
+        value,
+        source=source,
+        dynamic_dim=DimDynamic.DYNAMIC,
+        constraint_dim=None,
+        positive=None,
+        do_not_specialize_zero_one=True,
+    )
+    return environment.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def guards_of(mode: Any, symbols: list[Any]) -> Callable[[Any], bool]:
+    """Whether every branch that was taken on symbols would be taken again with other values."""
+    names = [symbol.node.expr for symbol in symbols]
+    known = set(names)
+    branches = [guard.expr for guard in mode.shape_env.guards if guard.expr.free_symbols <= known]
+
+    def hold(values: Any) -> bool:
+        bound = dict(zip(names, values, strict=True))
+        return all(bool(branch.subs(bound)) for branch in branches)
+
+    return hold
+
+
+def _data_dependent_branch() -> type[Exception]:
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
+
+
+class DataDependentBranch(Exception):
+    """Stands for torch's own error in ``except``: traced code branched on a value nobody knows yet."""
+
+
+@contextmanager
+def as_if_compiling(enabled: bool) -> Iterator[None]:
+    """Context in which ``torch.compiler.is_compiling()`` holds: optimizers then keep to tensors."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = enabled or before
+    try:
+        yield
+    except _data_dependent_branch() as error:
+        raise DataDependentBranch(str(error)) from error
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a traced value is a number that is known only when the graph runs."""
+    return isinstance(value, (torch.SymFloat, torch.SymInt))
+
+
+def compile_with_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """Compiles a graph of ATen operations, in-place ones included, to a function of its inputs."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Callable[..., Any] = compile_fx(graph, inputs)
+    return compiled

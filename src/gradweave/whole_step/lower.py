@@ -1,0 +1,109 @@
+"""Making a traced step run: operation by operation as it was traced, or compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from gradweave.compat import compile_with_inductor
+from gradweave.whole_step.packing import PackedCounts
+from gradweave.whole_step.scalars import split_scalars
+from gradweave.whole_step.trace import TracedStep
+
+Progress = Callable[[str], None]
+
+
+class Runnable(Protocol):
+    """A step that can be taken."""
+
+    def valid(self) -> bool:
+        """Whether it still fits the optimizer's state."""
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Takes the step; returns the traced outputs."""
+
+
+class Replay:
+    """The traced operations one after the other: bit for bit what the eager step computes."""
+
+    def __init__(self, traced: TracedStep) -> None:
+        self._traced = traced
+
+    def valid(self) -> bool:
+        """Always: nothing is kept between steps."""
+        return True
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Takes the step on the optimizer's state and numbers as they are now."""
+        optimizer = self._traced.optimizer
+        result: list[Any] = self._traced.graph(list(inputs), optimizer.state(), list(optimizer.numbers()))
+        return result
+
+
+class Compiled:
+    """The step as Inductor compiles it, and a small program for its scalars that runs first."""
+
+    def __init__(self, traced: TracedStep, counts: PackedCounts, inputs: Sequence[torch.Tensor]) -> None:
+        self._optimizer = traced.optimizer
+        self._counts = counts
+        params = self._optimizer.params
+        wide = any(p.dtype is torch.float64 for p in params)
+        dtype = torch.float64 if wide else torch.float32
+        split = split_scalars(traced, counts.classes, dtype)
+        self._vectors = [counts.vectors[counts.classes.index(members)] for members in split.classes]
+        self._main_state = split.main_state
+        self._device = params[0].device
+        self._numbers = torch.tensor(self._optimizer.numbers(), dtype=torch.float64, device=self._device)
+        self._uploaded = self._optimizer.numbers()
+        firsts = [vector[0] for vector in self._vectors]
+        examples = split.scalars(self._numbers, firsts)[len(firsts) :]
+        self._scalars = compile_with_inductor(_flat(split.scalars), [self._numbers, *firsts])
+        state = self._optimizer.state()
+        self._state = [state[slot] for slot in self._main_state]
+        self._main = compile_with_inductor(split.main, [*inputs, *self._state, *examples])
+
+    def valid(self) -> bool:
+        """Whether the optimizer's state is what this was made for; other tensors of its kind are taken over."""
+        if not self._counts.intact():
+            return False
+        state = self._optimizer.state()
+        self._state = [state[slot] for slot in self._main_state]
+        return True
+
+    def prepare(self) -> None:
+        """Brings the hyperparameters to where the graph reads them."""
+        numbers = self._optimizer.numbers()
+        if numbers != self._uploaded:
+            self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
+            self._uploaded = numbers
+
+    def launch(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """The step's work on the device."""
+        firsts = [vector[0] for vector in self._vectors]
+        made = self._scalars(self._numbers, *firsts)
+        for vector, value in zip(self._vectors, made, strict=False):
+            vector.copy_(value)
+        outputs: list[Any] = list(self._main(*inputs, *self._state, *made[len(firsts) :]))
+        return outputs
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Takes the step."""
+        self.prepare()
+        outputs = self.launch(inputs)
+        self._counts.note_written()
+        return outputs
+
+
+def _flat(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph with its inputs and outputs one by one, as compilers want it."""
+    return torch.fx.GraphModule(module, _without_codegen(module.graph))
+
+
+def _without_codegen(graph: torch.fx.Graph) -> torch.fx.Graph:
+    flat = torch.fx.Graph()
+    copied: dict[torch.fx.Node, torch.fx.Node] = {}
+    result = flat.graph_copy(graph, copied)
+    flat.output(result)
+    return flat

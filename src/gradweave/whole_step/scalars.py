@@ -1,0 +1,209 @@
+"""Taking what depends on no gradient out of a traced step: step counts, bias corrections, rates.
+
+These are a few numbers per parameter, computed from hyperparameters and from state such as step
+counts. As Python numbers they could not change in a captured graph; inlined into the update of
+every weight they would be computed for each element. So they become a small program of their own
+that runs first, in double precision as Python would, and hands 0-dimensional tensors to the rest.
+Parameters whose counts are equal share one computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from gradweave.compat import is_symbolic
+from gradweave.whole_step.tensor_forms import FUNCTIONS, IN_PLACE, new_value
+from gradweave.whole_step.trace import TracedStep
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """A step as two graphs.
+
+    Attributes:
+        scalars: Takes the numbers as one vector and a value per class; returns each class's new
+            value, then the scalars that the main graph needs.
+        main: Takes the forward's inputs, the state that is left, and the scalars.
+        classes: Of 0-dimensional state slots that always have the same value.
+        main_state: The state slots that the main graph takes.
+    """
+
+    scalars: GraphModule
+    main: GraphModule
+    classes: tuple[tuple[int, ...], ...]
+    main_state: tuple[int, ...]
+
+
+def split_scalars(traced: TracedStep, equal: Sequence[Sequence[int]], dtype: torch.dtype) -> SplitStep:
+    """Splits a traced step.
+
+    Args:
+        traced: The step.
+        equal: Classes of state slots with equal values, all of them 0-dimensional.
+        dtype: Of the scalars that the main graph gets.
+    """
+    nodes = list(traced.graph.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    first = traced.forward_inputs
+    count = len(traced.optimizer.state_slots)
+    state, numbers = placeholders[first : first + count], placeholders[first + count :]
+    candidates = {state[slot] for members in equal for slot in members}
+    moved = _movable(nodes, candidates, set(numbers))
+    classes = tuple(tuple(members) for members in equal if all(state[slot] in moved for slot in members))
+    kept = {state[slot] for members in classes for slot in members}
+    if len(kept) < len(candidates & moved):
+        moved = _movable(nodes, kept, set(numbers))
+    scalars, handed_over = _scalar_graph(nodes, moved, [[state[slot] for slot in c] for c in classes], numbers, dtype)
+    main = _main_graph(traced.graph, nodes, moved, handed_over)
+    left = tuple(slot for slot in range(count) if state[slot] not in moved)
+    return SplitStep(scalars, main, classes, left)
+
+
+def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set[Node]:
+    """Everything that depends on given state and numbers alone, and changes nothing else.
+
+    State that is changed by something that stays is not given after all.
+    """
+    while True:
+        moved = set(state) | numbers
+        for node in nodes:
+            if node.op == "call_function" and node.all_input_nodes and all(i in moved for i in node.all_input_nodes):
+                moved.add(node)
+        changed = {
+            root
+            for node in nodes
+            if node.op == "call_function" and node not in moved and is_mutable(node)
+            for root in [_root(node.args[0])]
+            if root in state
+        }
+        if not changed:
+            return moved
+        state = state - changed
+
+
+def is_mutable(node: Node) -> bool:
+    """Whether a node changes its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _root(node: Any) -> Any:
+    """What an in-place operation's result is another name of."""
+    while isinstance(node, Node) and node.op == "call_function" and is_mutable(node):
+        node = node.args[0]
+    return node
+
+
+class _Emulator:
+    """Runs traced operations anew, with tensors for numbers, once for equal arguments."""
+
+    def __init__(self) -> None:
+        self.values: dict[Node, Any] = {}
+        self._computed: dict[Hashable, Any] = {}
+
+    def run(self, node: Node) -> None:
+        """Computes a node; an in-place operation gives its argument a new value."""
+        args = map_arg(node.args, lambda n: self.values[_root(n)])
+        kwargs = map_arg(node.kwargs, lambda n: self.values[_root(n)])
+        key = (node.target, _key(args), _key(kwargs))
+        if key not in self._computed:
+            self._computed[key] = self._compute(node, args, kwargs)
+        self.values[_root(node)] = self._computed[key]
+
+    def _compute(self, node: Node, args: Any, kwargs: Any) -> Any:
+        if node.target in FUNCTIONS or node.target in IN_PLACE:
+            return new_value(node.target, args, kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(part) for part in value)
+    if isinstance(value, dict):
+        return tuple((name, _key(part)) for name, part in value.items())
+    return id(value) if isinstance(value, (torch.Tensor, torch.fx.Proxy)) else (type(value), value)
+
+
+def _scalar_graph(
+    nodes: Sequence[Node],
+    moved: set[Node],
+    classes: Sequence[Sequence[Node]],
+    numbers: Sequence[Node],
+    dtype: torch.dtype,
+) -> tuple[GraphModule, list[Node]]:
+    """The scalar program, and the traced nodes whose values it returns behind the classes' new values."""
+    from gradweave.compat import trace_to_graph
+
+    handed_over = [
+        node
+        for node in nodes
+        if node in moved and any(user not in moved and user.op != "placeholder" for user in node.users)
+    ]
+    returned: list[Node] = []
+
+    def program(vector: torch.Tensor, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        emulator = _Emulator()
+        for index, number in enumerate(numbers):
+            emulator.values[number] = vector[index]
+        for members, value in zip(classes, values, strict=True):
+            emulator.values.update(dict.fromkeys(members, value))
+        snapshots: dict[int, tuple[torch.Tensor, list[Node]]] = {}
+        wanted = set(handed_over)
+        for node in nodes:
+            if node in moved and node.op == "call_function":
+                emulator.run(node)
+            if node in wanted:
+                value = emulator.values[_root(node)]
+                snapshots.setdefault(id(value), (value, []))[1].append(node)
+        results = []
+        for value, owners in snapshots.values():
+            traced = owners[0].meta.get("val")
+            results.append(value.to(dtype if is_symbolic(traced) else traced.dtype))  # type: ignore[union-attr]
+            returned.append(owners)  # type: ignore[arg-type]
+        new = [emulator.values[members[0]].to(value.dtype) for members, value in zip(classes, values, strict=True)]
+        return [*new, *results]
+
+    device = next((m[0].meta["val"].device for m in classes), torch.device("cpu"))
+    vector = torch.zeros(len(numbers), dtype=torch.float64, device=device)
+    examples = [torch.ones((), dtype=m[0].meta["val"].dtype, device=device) for m in classes]
+    graph = trace_to_graph(program)(vector, examples)
+    return graph, returned
+
+
+def _main_graph(module: GraphModule, nodes: Sequence[Node], moved: set[Node], scalars: Sequence[Any]) -> GraphModule:
+    """The rest of the step, with inputs for the scalars behind its own."""
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    for node in nodes:
+        if node.op == "placeholder" and node not in moved:
+            values[node] = graph.placeholder(node.name)
+            values[node].meta = dict(node.meta)
+    for index, owners in enumerate(scalars):
+        scalar = graph.placeholder(f"scalar_{index}")
+        values.update(dict.fromkeys(owners, scalar))
+    for node in nodes:
+        if node in moved or node.op == "placeholder":
+            continue
+        if node.op == "call_function" and any(
+            n in moved and is_symbolic(n.meta.get("val")) for n in node.all_input_nodes
+        ):
+            values[node] = _in_tensor_form(graph, node, values)
+        else:
+            values[node] = graph.node_copy(node, lambda n: values[n])
+    return GraphModule(module, graph)
+
+
+def _in_tensor_form(graph: Graph, node: Node, values: dict[Node, Node]) -> Node:
+    """Writes an operation with tensors for its numbers; in place where it was."""
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: torch.fx.Proxy(values[n], tracer))
+    result = new_value(node.target, args, dict(kwargs)).node
+    if node.target in IN_PLACE:
+        return graph.call_function(torch.ops.aten.copy_.default, (values[node.args[0]], result))  # type: ignore[index]
+    return result

@@ -1,0 +1,115 @@
+"""Operations that take a Python number, written with a tensor in its place.
+
+A number in a compiled or captured graph is fixed for good; a tensor can change from step to step.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gradweave.errors import GradweaveError
+
+aten = torch.ops.aten
+
+
+def _scaled_sum(x: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return x + other * alpha
+
+
+def _scaled_difference(x: Any, other: Any, *, alpha: Any = 1) -> Any:
+    return x - other * alpha
+
+
+def _lerp(x: Any, end: Any, weight: Any) -> Any:
+    """As torch computes it: from the nearer end."""
+    gap = end - x
+    return torch.where(weight < 0.5, x + weight * gap, end - gap * (1 - weight))
+
+
+def _addcmul(x: Any, one: Any, other: Any, *, value: Any = 1) -> Any:
+    return x + value * (one * other)
+
+
+def _addcdiv(x: Any, one: Any, other: Any, *, value: Any = 1) -> Any:
+    return x + value * (one / other)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: _scaled_sum,
+    aten.sub.Tensor: _scaled_difference,
+    aten.mul.Tensor: torch.mul,
+    aten.div.Tensor: torch.div,
+    aten.rsub.Scalar: lambda x, other, alpha=1: other - alpha * x,
+    aten.lerp.Scalar: _lerp,
+    aten.addcmul.default: _addcmul,
+    aten.addcdiv.default: _addcdiv,
+    aten.pow.Scalar: torch.pow,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.pow.Tensor_Tensor: torch.pow,
+    aten.where.ScalarSelf: torch.where,
+    aten.where.ScalarOther: torch.where,
+    aten.where.Scalar: torch.where,
+    aten.clamp_min.default: torch.maximum,
+    aten.clamp_max.default: torch.minimum,
+    aten.clamp.default: lambda x, low=None, high=None: _clamp(x, low, high),
+    aten.scalar_tensor.default: lambda number, **_: number * 1,
+    aten._local_scalar_dense.default: lambda x: x.to(torch.float64),
+    operator.add: operator.add,
+    operator.sub: operator.sub,
+    operator.mul: operator.mul,
+    operator.truediv: operator.truediv,
+    operator.pow: operator.pow,
+    operator.neg: operator.neg,
+    torch.sym_float: lambda x: x,
+    torch.sym_max: lambda a, b: _extreme(torch.maximum, a, b),
+    torch.sym_min: lambda a, b: _extreme(torch.minimum, a, b),
+}
+IN_PLACE: dict[Any, Any] = {
+    aten.add_.Tensor: aten.add.Tensor,
+    aten.sub_.Tensor: aten.sub.Tensor,
+    aten.mul_.Tensor: aten.mul.Tensor,
+    aten.div_.Tensor: aten.div.Tensor,
+    aten.lerp_.Scalar: aten.lerp.Scalar,
+    aten.addcmul_.default: aten.addcmul.default,
+    aten.addcdiv_.default: aten.addcdiv.default,
+    aten.pow_.Scalar: aten.pow.Tensor_Scalar,
+    aten.clamp_min_.default: aten.clamp_min.default,
+    aten.clamp_max_.default: aten.clamp_max.default,
+    aten.clamp_.default: aten.clamp.default,
+    aten.copy_.default: None,
+    aten.fill_.Scalar: None,
+}
+"""In-place operations, and the one that gives the new value; None where that is the second argument."""
+
+
+def _clamp(x: Any, low: Any, high: Any) -> Any:
+    x = x if low is None else torch.maximum(x, torch.as_tensor(low, dtype=x.dtype, device=x.device))
+    return x if high is None else torch.minimum(x, torch.as_tensor(high, dtype=x.dtype, device=x.device))
+
+
+def _extreme(which: Callable[..., Any], a: Any, b: Any) -> Any:
+    like = a if isinstance(a, torch.Tensor) else b
+    a, b = (torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in (a, b))
+    return which(a, b)
+
+
+def new_value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation computes, with tensors where it was traced with numbers.
+
+    For an in-place operation this is what its first argument becomes.
+    """
+    if target in IN_PLACE:
+        target = IN_PLACE[target]
+        if target is None:
+            return args[1]
+    function = FUNCTIONS.get(target)
+    if function is None:
+        raise GradweaveError(
+            f"the optimizer's step gives a hyperparameter to {target}, which cannot be taken into a compiled graph; "
+            'use lower="replay"'
+        )
+    return function(*args, **kwargs)
