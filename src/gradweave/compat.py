@@ -197,3 +197,21 @@ def compile_with_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor
 
     compiled: Callable[..., Any] = compile_fx(graph, inputs)
     return compiled
+
+
+def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], variants: int) -> Callable[..., Any]:
+    """A function that a backend compiles whole, anew for each shape, up to a number of variants."""
+    import torch._dynamo
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+
+    def call(*args: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=variants, accumulated_recompile_limit=1024):
+            return compiled(*args)
+
+    return call
+
+
+def mark_stepped(optimizer: Optimizer) -> None:
+    """Tells schedulers that a step was taken without ``optimizer.step()``."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from gradweave.compat import compile_with_inductor
+from gradweave.fusion.stepping import mark_written
 from gradweave.whole_step.packing import PackedCounts
 from gradweave.whole_step.scalars import split_scalars
 from gradweave.whole_step.trace import TracedStep
@@ -72,6 +73,10 @@ class Compiled:
         self._state = [state[slot] for slot in self._main_state]
         return True
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The optimizer's tensors that the step reads and writes."""
+        return [*self._vectors, *self._state]
+
     def prepare(self) -> None:
         """Brings the hyperparameters to where the graph reads them."""
         numbers = self._optimizer.numbers()
@@ -83,17 +88,22 @@ class Compiled:
         """The step's work on the device."""
         firsts = [vector[0] for vector in self._vectors]
         made = self._scalars(self._numbers, *firsts)
+        outputs: list[Any] = list(self._main(*inputs, *self._state, *made[len(firsts) :]))
         for vector, value in zip(self._vectors, made, strict=False):
             vector.copy_(value)
-        outputs: list[Any] = list(self._main(*inputs, *self._state, *made[len(firsts) :]))
         return outputs
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Takes the step."""
         self.prepare()
         outputs = self.launch(inputs)
-        self._counts.note_written()
+        self.finish()
         return outputs
+
+    def finish(self) -> None:
+        """Tells autograd of changed weights, and our own book-keeping of changed counts."""
+        mark_written(self._optimizer.params)
+        self._counts.note_written()
 
 
 def _flat(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -58,7 +58,7 @@ class OptimizerInputs:
                 if isinstance(value, torch.Tensor):
                     self.state_slots.append(StateSlot(index, key))
                 else:
-                    constants.append((index, key, value))
+                    constants.append((StateSlot(index, key), key, value))
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key == "params":
@@ -72,6 +72,26 @@ class OptimizerInputs:
                 else:
                     constants.append((number, key, value))
         self.settings = tuple(constants)
+        self._sizes = [len(optimizer.state.get(p, ())) for p in self.params]
+
+    def fits(self) -> bool:
+        """Whether the optimizer still has these parameters, settings and kinds of state."""
+        state = self.optimizer.state
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.members):
+            return False
+        for p, size in zip(self.params, self._sizes, strict=True):
+            if len(state.get(p, ())) != size:
+                return False
+        own = {id(p) for p in self.params}
+        for members, group in zip(self.members, groups, strict=True):
+            if [id(p) for p in group["params"] if id(p) in own] != [id(self.params[index]) for index in members]:
+                return False
+        for place, key, value in self.settings:
+            holder = state[self.params[place.param]] if isinstance(place, StateSlot) else groups[place]
+            if key not in holder or holder[key] != value:
+                return False
+        return True
 
     def state(self) -> list[torch.Tensor]:
         """The state tensors as they are now."""

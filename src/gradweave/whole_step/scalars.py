@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from gradweave.compat import is_symbolic
 from gradweave.whole_step.tensor_forms import FUNCTIONS, IN_PLACE, new_value
-from gradweave.whole_step.trace import TracedStep
+from gradweave.whole_step.trace import TracedStep, is_mutable, root
 
 
 @dataclass(frozen=True)
@@ -76,28 +76,15 @@ def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set
             if node.op == "call_function" and node.all_input_nodes and all(i in moved for i in node.all_input_nodes):
                 moved.add(node)
         changed = {
-            root
+            changed_state
             for node in nodes
             if node.op == "call_function" and node not in moved and is_mutable(node)
-            for root in [_root(node.args[0])]
-            if root in state
+            for changed_state in [root(node)]
+            if changed_state in state
         }
         if not changed:
             return moved
         state = state - changed
-
-
-def is_mutable(node: Node) -> bool:
-    """Whether a node changes its first argument."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _root(node: Any) -> Any:
-    """What an in-place operation's result is another name of."""
-    while isinstance(node, Node) and node.op == "call_function" and is_mutable(node):
-        node = node.args[0]
-    return node
 
 
 class _Emulator:
@@ -105,16 +92,17 @@ class _Emulator:
 
     def __init__(self) -> None:
         self.values: dict[Node, Any] = {}
-        self._computed: dict[Hashable, Any] = {}
+        self._computed: dict[Hashable, tuple[Any, Any]] = {}
+        """Results, with the arguments that their keys name, which must therefore live on."""
 
     def run(self, node: Node) -> None:
         """Computes a node; an in-place operation gives its argument a new value."""
-        args = map_arg(node.args, lambda n: self.values[_root(n)])
-        kwargs = map_arg(node.kwargs, lambda n: self.values[_root(n)])
+        args = map_arg(node.args, lambda n: self.values[root(n)])
+        kwargs = map_arg(node.kwargs, lambda n: self.values[root(n)])
         key = (node.target, _key(args), _key(kwargs))
         if key not in self._computed:
-            self._computed[key] = self._compute(node, args, kwargs)
-        self.values[_root(node)] = self._computed[key]
+            self._computed[key] = self._compute(node, args, kwargs), (args, kwargs)
+        self.values[root(node)] = self._computed[key][0]
 
     def _compute(self, node: Node, args: Any, kwargs: Any) -> Any:
         if node.target in FUNCTIONS or node.target in IN_PLACE:
@@ -159,7 +147,7 @@ def _scalar_graph(
             if node in moved and node.op == "call_function":
                 emulator.run(node)
             if node in wanted:
-                value = emulator.values[_root(node)]
+                value = emulator.values[root(node)]
                 snapshots.setdefault(id(value), (value, []))[1].append(node)
         results = []
         for value, owners in snapshots.values():

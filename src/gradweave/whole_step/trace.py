@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gradweave.compat import (
     DataDependentBranch,
@@ -51,6 +51,26 @@ class TracedStep:
     optimizer: OptimizerInputs
     forward_inputs: int
     holds: Callable[[Sequence[float]], bool]
+
+    def changed_inputs(self) -> set[int]:
+        """Which of the forward's inputs the step changes in place."""
+        nodes = self.graph.graph.nodes
+        inputs = {node: index for index, node in enumerate(nodes) if node.op == "placeholder"}
+        changed = {root(node) for node in nodes if is_mutable(node)}
+        return {index for node, index in inputs.items() if node in changed and index < self.forward_inputs}
+
+
+def is_mutable(node: Any) -> bool:
+    """Whether a node changes its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def root(node: Any) -> Any:
+    """What an in-place operation's result is another name of."""
+    while isinstance(node, Node) and is_mutable(node):
+        node = node.args[0]
+    return node
 
 
 def trace_step(

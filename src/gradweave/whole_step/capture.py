@@ -1,0 +1,80 @@
+"""Replaying a compiled step as one CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from gradweave.whole_step.lower import Compiled
+
+WARM_UP_STEPS = 2
+"""Steps that run before the capture: they are training steps, and load what a capture may not."""
+
+
+class Captured:
+    """A compiled step that is recorded once and then replayed with one launch.
+
+    Weights, buffers and optimizer state are changed where they are; other inputs are copied to
+    where the graph reads them, and outputs from where it leaves them, so that what a step has
+    returned stays as it is.
+
+    Args:
+        step: What to capture.
+        fixed: Which inputs are read and written where they are; the others are copied.
+    """
+
+    def __init__(self, step: Compiled, fixed: Sequence[int]) -> None:
+        self._step = step
+        self._fixed = set(fixed)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._taken = 0
+        self._static: list[Any] = []
+        self._addresses: dict[int, int] = {}
+        self._state_addresses: list[int] = []
+        self._outputs: list[Any] = []
+
+    def valid(self) -> bool:
+        """Whether the optimizer's state is what the step was made for."""
+        return self._step.valid()
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """Takes the step."""
+        if self._taken < WARM_UP_STEPS:
+            self._taken += 1
+            return self._step.run(inputs)
+        if self._graph is None or self._moved(inputs):
+            self._capture(inputs)
+        self._step.prepare()
+        for index, (static, given) in enumerate(zip(self._static, inputs, strict=True)):
+            if index not in self._fixed and isinstance(given, torch.Tensor):
+                static.copy_(given, non_blocking=True)
+        self._graph.replay()  # type: ignore[union-attr]
+        self._step.finish()
+        return [output.clone() if isinstance(output, torch.Tensor) else output for output in self._outputs]
+
+    def _moved(self, inputs: Sequence[Any]) -> bool:
+        """Whether a weight, a buffer or state is no longer where the graph reads it."""
+        return self._addresses != self._locate(inputs) or self._state_addresses != self._locate_state()
+
+    def _locate(self, inputs: Sequence[Any]) -> dict[int, int]:
+        return {index: inputs[index].data_ptr() for index in self._fixed}
+
+    def _locate_state(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._step.tensors()]
+
+    def _capture(self, inputs: Sequence[Any]) -> None:
+        self._graph, self._outputs = None, []
+        self._static = [
+            x if index in self._fixed or not isinstance(x, torch.Tensor) else x.clone()
+            for index, x in enumerate(inputs)
+        ]
+        self._addresses = self._locate(inputs)
+        self._state_addresses = self._locate_state()
+        self._step.prepare()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._outputs = self._step.launch(self._static)
+        self._graph = graph
