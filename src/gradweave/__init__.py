@@ -12,17 +12,20 @@ if TYPE_CHECKING:
     from gradweave.errors import GradweaveError
     from gradweave.fusion import Fusion, fuse
     from gradweave.schedule import Schedule, TaskGraph, Timeline, plan
+    from gradweave.whole_step import Step, compile
 
 __version__ = "0.1.0"
 
-__all__ = ["Fusion", "GradweaveError", "Schedule", "TaskGraph", "Timeline", "fuse", "plan"]
+__all__ = ["Fusion", "GradweaveError", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse", "plan"]
 
 _HOMES = {
     "Fusion": "gradweave.fusion",
     "GradweaveError": "gradweave.errors",
     "Schedule": "gradweave.schedule",
+    "Step": "gradweave.whole_step",
     "TaskGraph": "gradweave.schedule",
     "Timeline": "gradweave.schedule",
+    "compile": "gradweave.whole_step",
     "fuse": "gradweave.fusion",
     "plan": "gradweave.schedule",
 }

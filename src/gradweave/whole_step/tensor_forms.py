@@ -25,9 +25,7 @@ def _scaled_difference(x: Any, other: Any, *, alpha: Any = 1) -> Any:
 
 
 def _lerp(x: Any, end: Any, weight: Any) -> Any:
-    """As torch computes it: from the nearer end."""
-    gap = end - x
-    return torch.where(weight < 0.5, x + weight * gap, end - gap * (1 - weight))
+    return x + weight * (end - x)
 
 
 def _addcmul(x: Any, one: Any, other: Any, *, value: Any = 1) -> Any:
