@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from fusion import append, read
 from torch import nn
 from torch.nn import functional
 
 import gradweave
+from fusion import append, read
 from gradweave.compare.data import token_sequences
 from gradweave.compare.run import environment
 from gradweave.compare.statistics import paired_ratio, percentiles
@@ -89,9 +89,7 @@ WORKLOADS = [
     Workload("gpt2-2x1024", GPT, tokens(2), "adamw", 6 * 124e6 * 2048 + 12 * 12 * 768 * 1024 * 2048, _ALL),
     Workload("mobilenet_v2-32", from_torchvision("mobilenet_v2"), images(32), "adamw", 3 * 2 * 0.3e9 * 32, _ALL),
     Workload("resnet50-32", from_torchvision("resnet50"), images(32), "sgd", 3 * 2 * 4.09e9 * 32, _ALL),
-    Workload(
-        "gpt2-8x1024", GPT, tokens(8), "adamw", 4 * (6 * 124e6 * 2048 + 12 * 12 * 768 * 1024 * 2048), _ALL[1:]
-    ),
+    Workload("gpt2-8x1024", GPT, tokens(8), "adamw", 4 * (6 * 124e6 * 2048 + 12 * 12 * 768 * 1024 * 2048), _ALL[1:]),
 ]
 
 

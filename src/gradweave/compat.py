@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: functions see it as a plain tensor."""
@@ -169,7 +170,7 @@ def _data_dependent_branch() -> type[Exception]:
     return GuardOnDataDependentSymNode
 
 
-class DataDependentBranch(Exception):
+class DataDependentError(Exception):
     """Stands for torch's own error in ``except``: traced code branched on a value nobody knows yet."""
 
 
@@ -181,7 +182,7 @@ def as_if_compiling(enabled: bool) -> Iterator[None]:
     try:
         yield
     except _data_dependent_branch() as error:
-        raise DataDependentBranch(str(error)) from error
+        raise DataDependentError(str(error)) from error
     finally:
         torch.compiler._is_compiling_flag = before
 
@@ -195,21 +196,61 @@ def compile_with_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor
     """Compiles a graph of ATen operations, in-place ones included, to a function of its inputs."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Callable[..., Any] = compile_fx(graph, inputs)
-    return compiled
+    compiled: Any = compile_fx(graph, inputs)
+    return compiled  # type: ignore[no-any-return]
+
+
+class DynamoError(Exception):
+    """Stands for torch's own errors in ``except``: a function cannot be captured whole."""
+
+
+class TooManyVariantsError(DynamoError):
+    """A function was captured as many times as allowed, and is called in yet another way."""
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for Dynamo, which counts variants by code, not by function."""
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
 
 
 def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], variants: int) -> Callable[..., Any]:
-    """A function that a backend compiles whole, anew for each shape, up to a number of variants."""
-    import torch._dynamo
+    """A function that a backend compiles whole, anew for each shape, up to a number of variants.
 
-    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+    What the backend raises comes through; what Dynamo refuses is a :class:`DynamoError` that
+    names the user's file and line.
+    """
+    import torch._dynamo
+    from torch._dynamo import exc
+
+    compiled = torch.compile(_with_own_code(function), backend=backend, fullgraph=True, dynamic=False)
+    refusals = (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
 
     def call(*args: Any) -> Any:
         with torch._dynamo.config.patch(recompile_limit=variants, accumulated_recompile_limit=1024):
-            return compiled(*args)
+            try:
+                return compiled(*args)
+            except exc.BackendCompilerFailed as error:
+                raise error.inner_exception from error
+            except exc.FailOnRecompileLimitHit as error:
+                raise TooManyVariantsError(str(error)) from error
+            except refusals as error:
+                raise DynamoError(str(error)) from error
 
     return call
+
+
+def flat_leaves(value: Any) -> list[Any]:
+    """The leaves of nested containers, in order."""
+    leaves: list[Any] = tree_leaves(value)
+    return leaves
 
 
 def mark_stepped(optimizer: Optimizer) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from gradweave.compat import compile_with_inductor
 from gradweave.fusion.stepping import mark_written
-from gradweave.whole_step.packing import PackedCounts
+from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.scalars import split_scalars
 from gradweave.whole_step.trace import TracedStep
 
@@ -46,14 +46,16 @@ class Replay:
 class Compiled:
     """The step as Inductor compiles it, and a small program for its scalars that runs first."""
 
-    def __init__(self, traced: TracedStep, counts: PackedCounts, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, traced: TracedStep, shared: SharedState, inputs: Sequence[torch.Tensor]) -> None:
         self._optimizer = traced.optimizer
-        self._counts = counts
+        self._shared = shared
+        self._counts = counts = shared.counts(self._optimizer.params)
         params = self._optimizer.params
         wide = any(p.dtype is torch.float64 for p in params)
         dtype = torch.float64 if wide else torch.float32
-        split = split_scalars(traced, counts.classes, dtype)
-        self._vectors = [counts.vectors[counts.classes.index(members)] for members in split.classes]
+        classes = counts.classes(self._optimizer)
+        split = split_scalars(traced, classes, dtype)
+        self._vectors = [counts.vectors[classes.index(members)] for members in split.classes]
         self._main_state = split.main_state
         self._device = params[0].device
         self._numbers = torch.tensor(self._optimizer.numbers(), dtype=torch.float64, device=self._device)
@@ -67,7 +69,7 @@ class Compiled:
 
     def valid(self) -> bool:
         """Whether the optimizer's state is what this was made for; other tensors of its kind are taken over."""
-        if not self._counts.intact():
+        if not self._shared.is_current(self._counts):
             return False
         state = self._optimizer.state()
         self._state = [state[slot] for slot in self._main_state]

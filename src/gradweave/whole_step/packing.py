@@ -3,52 +3,140 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 
 
 class PackedCounts:
-    """The 0-dimensional state of an optimizer, in one vector per class of equal values.
+    """The 0-dimensional state of some parameters, in one vector per class of equal values.
 
     Each parameter's own tensor becomes an element of such a vector, on the parameter's device; it
     stays an ordinary entry of the optimizer's state.
 
     Attributes:
-        classes: State slots of each class.
-        vectors: A vector per class, an element per slot.
+        vectors: A vector per class, an element per parameter.
     """
 
-    def __init__(self, optimizer: OptimizerInputs) -> None:
+    def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         self._optimizer = optimizer
-        tensors = optimizer.state()
-        groups = {index: group for group, members in enumerate(optimizer.members) for index in members}
-        alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
-        for slot, (place, tensor) in enumerate(zip(optimizer.state_slots, tensors, strict=True)):
-            if tensor.dim() == 0:
-                device = optimizer.params[place.param].device
-                alike[place.key, groups[place.param], tensor.dtype, device, float(tensor)].append(slot)
-        self.classes = tuple(tuple(slots) for slots in alike.values())
+        self.params = frozenset(map(id, params))
         self.vectors: list[torch.Tensor] = []
-        self._elements: list[tuple[int, torch.Tensor]] = []
-        for (_, _, dtype, device, value), slots in alike.items():
-            vector = torch.full((len(slots),), value, dtype=dtype, device=device)  # type: ignore[arg-type, call-overload]
-            for slot, element in zip(slots, vector, strict=True):
-                place = optimizer.state_slots[slot]
-                optimizer.optimizer.state[optimizer.params[place.param]][place.key] = element
-                self._elements.append((slot, element))
+        self._members: list[list[tuple[nn.Parameter, str]]] = []
+        self._elements: list[list[torch.Tensor]] = []
+        self._class_of: dict[tuple[int, str], int] = {}
+        for (_, _, dtype, device, value), members in self._alike(params).items():
+            vector = torch.full((len(members),), value, dtype=dtype, device=device)
+            self._class_of.update({(id(p), key): len(self.vectors) for p, key in members})
             self.vectors.append(vector)
+            self._members.append(members)
+            self._elements.append(list(vector))
+        self._link()
+
+    def _alike(self, params: Sequence[nn.Parameter]) -> dict[tuple[Any, ...], list[tuple[nn.Parameter, str]]]:
+        """Parameters and keys by what must be the same for a class."""
+        wanted = {id(p) for p in params}
+        alike: dict[tuple[Any, ...], list[tuple[nn.Parameter, str]]] = defaultdict(list)
+        for index, group in enumerate(self._optimizer.param_groups):
+            for p in group["params"]:
+                for key, value in self._optimizer.state.get(p, {}).items():
+                    if id(p) in wanted and isinstance(value, torch.Tensor) and value.dim() == 0:
+                        alike[key, index, value.dtype, p.device, float(value)].append((p, key))
+        return alike
+
+    def _link(self) -> None:
+        state = self._optimizer.state
+        for members, elements in zip(self._members, self._elements, strict=True):
+            for (p, key), element in zip(members, elements, strict=True):
+                state[p][key] = element
         self.note_written()
 
     def note_written(self) -> None:
         """To be called behind every change that is ours."""
         self._versions = [vector._version for vector in self.vectors]
 
-    def intact(self) -> bool:
-        """Whether nobody else has replaced or changed any of it."""
+    def restore(self) -> bool:
+        """Makes it hold again what the optimizer's state does, if somebody else has changed that.
+
+        Returns:
+            Whether it could: not if counts that were equal no longer are.
+        """
+        if self._intact():
+            return True
+        state = self._optimizer.state
+        values = []
+        for members, vector in zip(self._members, self.vectors, strict=True):
+            now = [state[p].get(key) for p, key in members]
+            if not all(isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype is vector.dtype for x in now):
+                return False
+            numbers = {float(x) for x in now}
+            if len(numbers) > 1:
+                return False
+            values.append(numbers.pop())
+        for vector, value in zip(self.vectors, values, strict=True):
+            vector.fill_(value)
+        self._link()
+        return True
+
+    def _intact(self) -> bool:
         if any(vector._version != version for vector, version in zip(self.vectors, self._versions, strict=True)):
             return False
-        optimizer = self._optimizer
-        state, params, slots = optimizer.optimizer.state, optimizer.params, optimizer.state_slots
-        return all(state[params[slots[slot].param]][slots[slot].key] is element for slot, element in self._elements)
+        state = self._optimizer.state
+        return all(
+            state[p].get(key) is element
+            for members, elements in zip(self._members, self._elements, strict=True)
+            for (p, key), element in zip(members, elements, strict=True)
+        )
+
+    def classes(self, optimizer: OptimizerInputs) -> tuple[tuple[int, ...], ...]:
+        """The state slots of each class, in the order of the vectors."""
+        slots: list[list[int]] = [[] for _ in self.vectors]
+        for slot, place in enumerate(optimizer.state_slots):
+            index = self._class_of.get((id(optimizer.params[place.param]), place.key))
+            if index is not None:
+                slots[index].append(slot)
+        return tuple(map(tuple, slots))
+
+
+class SharedState:
+    """What all graphs of one step have in common besides the model and the optimizer.
+
+    Attributes:
+        sums: The gradients that micro-batches have summed up, by parameter.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._counts: PackedCounts | None = None
+        self.sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def counts(self, params: Sequence[nn.Parameter]) -> PackedCounts:
+        """The packed counts of these parameters."""
+        counts = self._counts
+        if counts is None or counts.params != frozenset(map(id, params)) or not counts.restore():
+            counts = self._counts = PackedCounts(self._optimizer, params)
+        return counts
+
+    def is_current(self, counts: PackedCounts) -> bool:
+        """Whether these counts are the optimizer's; what others have changed is taken over."""
+        return counts is self._counts and counts.restore()
+
+    def sums_for(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Where the gradients of these parameters are summed up; zero unless some are."""
+        for p in params:
+            held = self.sums.get(p)
+            if held is None or held.shape != p.shape or held.dtype is not p.dtype or held.device != p.device:
+                self.sums[p] = torch.zeros_like(p)
+            elif p.grad is not held:
+                held.zero_()
+        return [self.sums[p] for p in params]
+
+    def show_sums(self, params: Sequence[nn.Parameter], *, visible: bool) -> None:
+        """Lets the user see the sums as ``.grad``, or takes them away."""
+        for p in params:
+            p.grad = self.sums[p] if visible else None

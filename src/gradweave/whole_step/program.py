@@ -13,11 +13,12 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradweave.errors import GradweaveError
+from gradweave.fusion.buckets import same_objects
 from gradweave.whole_step.capture import Captured
 from gradweave.whole_step.lower import Compiled, Replay, Runnable
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
-from gradweave.whole_step.packing import PackedCounts
-from gradweave.whole_step.trace import Clipping, TracedStep, trace_step
+from gradweave.whole_step.packing import SharedState
+from gradweave.whole_step.trace import Clipping, Objective, Recipe, TracedStep, trace_step
 
 LOSS_MARK = {"gradweave": "loss"}
 """What the operation that gives the loss is annotated with."""
@@ -40,6 +41,16 @@ class StepOptions:
     report: Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class _Made:
+    """A step that can be taken, and what it was made for."""
+
+    update: bool
+    trainable: tuple[int, ...]
+    traced: TracedStep
+    runnable: Runnable
+
+
 class Program:
     """What a call of the compiled objective runs: the whole step in the forward's place.
 
@@ -47,61 +58,79 @@ class Program:
         forward: The objective as Dynamo captured it; weights and buffers are among its inputs.
         model: Whose weights and buffers stay where they are.
         optimizer: Whose parameters are updated.
+        shared: What this program has in common with those of other shapes.
         options: How.
     """
 
     def __init__(
-        self, forward: GraphModule, model: nn.Module, optimizer: Optimizer, options: StepOptions
+        self, forward: GraphModule, model: nn.Module, optimizer: Optimizer, shared: SharedState, options: StepOptions
     ) -> None:
         self._forward = forward
         self._options = options
         self._model = model
         self._optimizer = optimizer
+        self._shared = shared
         self._loss_output = _find_loss(forward)
         self._outputs = len(_outputs(forward))
-        self._made: list[tuple[list[int], TracedStep, Runnable]] = []
-        self.norm: torch.Tensor | None = None
+        self._made: list[_Made] = []
 
-    def __call__(self, *inputs: Any) -> list[Any]:
-        """Takes a step; returns what the forward would."""
-        with torch.no_grad():
-            runnable = self._find(inputs) or self._make(inputs)
-            outputs = runnable.run(inputs)
-        if len(outputs) > self._outputs:
-            self.norm = outputs.pop()
-        return outputs
+    def run(self, inputs: Sequence[Any], *, update: bool) -> tuple[list[Any], torch.Tensor | None]:
+        """Takes a step; returns what the forward would, and the gradients' norm if that is known.
 
-    def _find(self, inputs: Sequence[Any]) -> Runnable | None:
-        """A step that was made for these parameters and for the optimizer as it is now."""
-        for trainable, traced, runnable in self._made:
-            optimizer = traced.optimizer
-            same = all(inputs[index] is p for index, p in zip(trainable, optimizer.params, strict=True))
-            if same and optimizer.fits() and traced.holds(optimizer.numbers()) and runnable.valid():
-                return runnable
-        return None
-
-    def _make(self, inputs: Sequence[Any]) -> Runnable:
+        Args:
+            inputs: Of the forward.
+            update: Whether to update; otherwise gradients are summed up for the step that does.
+        """
         own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        trainable = [index for index, x in enumerate(inputs) if id(x) in own and x.requires_grad]
+        trainable = tuple(index for index, x in enumerate(inputs) if id(x) in own and x.requires_grad)
         if not trainable:
             raise GradweaveError("the loss depends on no parameter of the optimizer that requires a gradient")
+        params = [inputs[index] for index in trainable]
+        sums: list[torch.Tensor] = []
+        if not update or self._shared.sums:
+            sums = self._shared.sums_for(params)
+        every = [*inputs, *sums]
+        with torch.no_grad():
+            runnable = self._find(trainable, params, len(every), update) or self._make(trainable, inputs, sums, update)
+            outputs = runnable.run(every)
+        if sums:
+            self._shared.show_sums(params, visible=not update)
+        norm = outputs.pop() if len(outputs) > self._outputs else None
+        return outputs, norm
+
+    def _find(
+        self, trainable: tuple[int, ...], params: Sequence[nn.Parameter], inputs: int, update: bool
+    ) -> Runnable | None:
+        """A step that was made for these parameters and for the optimizer as it is now."""
+        for made in self._made:
+            optimizer = made.traced.optimizer
+            same = (made.update, made.trainable, made.traced.inputs) == (update, trainable, inputs)
+            fits = same and same_objects(params, optimizer.params) and optimizer.fits()
+            if fits and made.traced.holds(optimizer.numbers()) and made.runnable.valid():
+                return made.runnable
+        return None
+
+    def _make(
+        self, trainable: tuple[int, ...], inputs: Sequence[Any], sums: Sequence[torch.Tensor], update: bool
+    ) -> Runnable:
         options = self._options
-        params: list[nn.Parameter] = [inputs[index] for index in trainable]
-        optimizer = OptimizerInputs(self._optimizer, params)
-        counts = PackedCounts(optimizer) if options.lower == "inductor" else None
+        optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
         began = time.perf_counter()
         options.report("tracing the step")
-        traced = trace_step(self._forward, inputs, trainable, self._loss_output, optimizer, options.clipping)
-        runnable: Runnable
-        if counts is None:
-            runnable = Replay(traced)
-        else:
+        every = [*inputs, *sums]
+        compiles = options.lower == "inductor"
+        if compiles:
+            self._shared.counts(optimizer.params)
+        objective = Objective(self._forward, inputs, trainable, self._loss_output)
+        traced = trace_step(objective, optimizer, Recipe(options.clipping, sums, update))
+        runnable: Runnable = Replay(traced)
+        if compiles:
             options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
-            runnable = compiled = Compiled(traced, counts, inputs)
-            if options.capture and params[0].is_cuda:
-                runnable = Captured(compiled, self._fixed(traced, inputs))
-        self._made = [made for made in self._made if made[2].valid()]
-        self._made.append((trainable, traced, runnable))
+            runnable = compiled = Compiled(traced, self._shared, every)
+            if options.capture and optimizer.params[0].is_cuda:
+                runnable = Captured(compiled, self._fixed(traced, every))
+        self._made = [made for made in self._made if made.runnable.valid()]
+        self._made.append(_Made(update, trainable, traced, runnable))
         options.report(f"ready after {time.perf_counter() - began:.1f} s")
         return runnable
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gradweave.compat import is_symbolic
+from gradweave.compat import is_symbolic, trace_to_graph
 from gradweave.whole_step.tensor_forms import FUNCTIONS, IN_PLACE, new_value
 from gradweave.whole_step.trace import TracedStep, is_mutable, root
 
@@ -50,7 +50,7 @@ def split_scalars(traced: TracedStep, equal: Sequence[Sequence[int]], dtype: tor
     """
     nodes = list(traced.graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
-    first = traced.forward_inputs
+    first = traced.inputs
     count = len(traced.optimizer.state_slots)
     state, numbers = placeholders[first : first + count], placeholders[first + count :]
     candidates = {state[slot] for members in equal for slot in members}
@@ -124,16 +124,14 @@ def _scalar_graph(
     classes: Sequence[Sequence[Node]],
     numbers: Sequence[Node],
     dtype: torch.dtype,
-) -> tuple[GraphModule, list[Node]]:
+) -> tuple[GraphModule, list[list[Node]]]:
     """The scalar program, and the traced nodes whose values it returns behind the classes' new values."""
-    from gradweave.compat import trace_to_graph
-
     handed_over = [
         node
         for node in nodes
         if node in moved and any(user not in moved and user.op != "placeholder" for user in node.users)
     ]
-    returned: list[Node] = []
+    returned: list[list[Node]] = []
 
     def program(vector: torch.Tensor, values: list[torch.Tensor]) -> list[torch.Tensor]:
         emulator = _Emulator()
@@ -153,7 +151,7 @@ def _scalar_graph(
         for value, owners in snapshots.values():
             traced = owners[0].meta.get("val")
             results.append(value.to(dtype if is_symbolic(traced) else traced.dtype))  # type: ignore[union-attr]
-            returned.append(owners)  # type: ignore[arg-type]
+            returned.append(owners)
         new = [emulator.values[members[0]].to(value.dtype) for members, value in zip(classes, values, strict=True)]
         return [*new, *results]
 
@@ -164,7 +162,9 @@ def _scalar_graph(
     return graph, returned
 
 
-def _main_graph(module: GraphModule, nodes: Sequence[Node], moved: set[Node], scalars: Sequence[Any]) -> GraphModule:
+def _main_graph(
+    module: GraphModule, nodes: Sequence[Node], moved: set[Node], scalars: Sequence[Sequence[Node]]
+) -> GraphModule:
     """The rest of the step, with inputs for the scalars behind its own."""
     graph = Graph()
     values: dict[Node, Node] = {}
@@ -190,8 +190,11 @@ def _main_graph(module: GraphModule, nodes: Sequence[Node], moved: set[Node], sc
 def _in_tensor_form(graph: Graph, node: Node, values: dict[Node, Node]) -> Node:
     """Writes an operation with tensors for its numbers; in place where it was."""
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: torch.fx.Proxy(values[n], tracer))
-    result = new_value(node.target, args, dict(kwargs)).node
+
+    def proxy(argument: Node) -> Any:
+        return torch.fx.Proxy(values[argument], tracer)
+
+    result: Node = new_value(node.target, map_arg(node.args, proxy), dict(map_arg(node.kwargs, proxy))).node
     if node.target in IN_PLACE:
         return graph.call_function(torch.ops.aten.copy_.default, (values[node.args[0]], result))  # type: ignore[index]
     return result

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,17 +12,30 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat import dynamo_compile, is_distributed_tensor, map_nested, mark_stepped, step_pre_hooks
+from gradweave.compat import (
+    DynamoError,
+    TooManyVariantsError,
+    dynamo_compile,
+    flat_leaves,
+    is_distributed_tensor,
+    map_nested,
+    mark_stepped,
+    step_pre_hooks,
+)
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.whole_step.optimizer_inputs import NoStateError
+from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.program import LOSS_MARK, Program, StepOptions
 from gradweave.whole_step.trace import Clipping
 
 LOWERINGS = ("inductor", "replay")
+NEW_SHAPES = ("compile", "pad", "eager")
+PADDING = -100
+"""What integers are padded with: cross entropy leaves such targets out."""
 _FUSED = "_gradweave_fusion"
 
 
-def compile(  # noqa: A001
+def compile(
     model: nn.Module,
     loss_fn: Callable[..., Any],
     optimizer: Optimizer,
@@ -29,6 +43,7 @@ def compile(  # noqa: A001
     max_grad_norm: float | None = None,
     max_grad_value: float | None = None,
     lower: str = "inductor",
+    new_shapes: str = "compile",
     variants: int = 8,
 ) -> Step:
     """Makes one graph of a whole training step: forward, backward, clipping and update.
@@ -54,6 +69,10 @@ def compile(  # noqa: A001
         max_grad_value: Clip each element of a gradient to this value.
         lower: ``"inductor"`` compiles the graph and, on a GPU, replays it as one CUDA graph;
             ``"replay"`` runs the traced operations as they are, bit for bit the eager step.
+        new_shapes: What a batch of another shape means, such as a short last one: ``"compile"``
+            makes one more graph, ``"eager"`` runs that step without one, ``"pad"`` fills it up to
+            the first shape, floats with 0 and integers with -100, the targets that
+            ``cross_entropy`` leaves out.
         variants: How many graphs to keep, for shapes of batches and modes of the model.
 
     Returns:
@@ -61,13 +80,17 @@ def compile(  # noqa: A001
     """
     if lower not in LOWERINGS:
         raise ArgumentError("lower", lower, f"use one of {', '.join(LOWERINGS)}")
+    if new_shapes not in NEW_SHAPES:
+        raise ArgumentError("new_shapes", new_shapes, f"use one of {', '.join(NEW_SHAPES)}")
     if variants < 1:
         raise ArgumentError("variants", variants, "give at least 1")
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
         if limit is not None and not limit > 0:
             raise ArgumentError(name, limit, "give a positive number, or None")
     _check(model, optimizer)
-    return Step(model, loss_fn, optimizer, Clipping(max_grad_norm, max_grad_value), lower=lower, variants=variants)
+    clipping = Clipping(max_grad_norm, max_grad_value)
+    options = StepOptions(clipping, lower, capture=True, report=lambda doing: announce(f"compile: {doing}"))
+    return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
@@ -97,19 +120,22 @@ class Step:
         model: nn.Module,
         loss_fn: Callable[..., Any],
         optimizer: Optimizer,
-        clipping: Clipping,
+        options: StepOptions,
         *,
-        lower: str,
+        new_shapes: str,
         variants: int,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self._loss_fn = loss_fn
-        self._clipping = clipping
-        self._options = StepOptions(clipping, lower, capture=True, report=lambda doing: announce(f"compile: {doing}"))
+        self._eager = _objective(model, loss_fn)
+        self._options = options
+        self._new_shapes = new_shapes
+        self._variants = variants
+        self._first_shapes: Any = None
         self._stepped: set[int] = set()
+        self._shared = SharedState(optimizer)
+        self._update = True
         self._norm: torch.Tensor | None = None
-        self._latest: Program | None = None
         self._objective = dynamo_compile(_objective(model, loss_fn), self._backend, variants)
 
     def __call__(self, *batch: Any) -> Any:
@@ -124,12 +150,35 @@ class Step:
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         if not self._stepped.issuperset(map(id, params)):
             return self._stock_step(batch, params)
+        shapes = _shapes(batch)
+        if self._first_shapes is None:
+            self._first_shapes = shapes
+        elif self._new_shapes != "compile" and shapes != self._first_shapes:
+            if self._new_shapes == "eager":
+                announce(f"compile: a batch of shapes {shapes} runs eagerly")
+                return self._stock_step(batch, params)
+            batch = self._padded(batch, shapes)
+        return self._compiled_step(batch, params)
+
+    def _compiled_step(self, batch: Any, params: Sequence[nn.Parameter]) -> Any:
         try:
             loss, more = self._objective(*batch)
         except NoStateError:
             return self._stock_step(batch, params)
-        mark_stepped(self.optimizer)
+        except DynamoError as error:
+            raise GradweaveError(self._explain(error)) from error
+        if self._update:
+            mark_stepped(self.optimizer)
         return loss if more is None else (loss, more)
+
+    @contextmanager
+    def no_update(self) -> Iterator[None]:
+        """Steps inside only sum up gradients, in ``.grad``: for all micro-batches of a step but the last."""
+        before, self._update = self._update, False
+        try:
+            yield
+        finally:
+            self._update = before
 
     @property
     def grad_norm(self) -> torch.Tensor:
@@ -138,7 +187,7 @@ class Step:
             raise GradweaveError("no norm was computed: give max_grad_norm to compile(), and take a step")
         return self._norm
 
-    def _placed(self, batch: Sequence[Any]) -> Any:
+    def _placed(self, batch: Any) -> Any:
         device = next((p.device for p in self.model.parameters()), None)
         if device is None or device.type == "cpu":
             return batch
@@ -148,34 +197,71 @@ class Step:
                 return value.to(device, non_blocking=True)
             return value
 
-        return map_nested(place, tuple(batch))
+        return map_nested(place, batch)
+
+    def _padded(self, batch: Any, shapes: Sequence[Any]) -> Any:
+        announce(f"compile: a batch of shapes {shapes} is padded to {self._first_shapes}")
+        wanted = iter(self._first_shapes)
+
+        def pad(value: Any) -> Any:
+            shape = next(wanted)
+            if not isinstance(value, torch.Tensor) or value.shape == shape:
+                return value
+            if value.dim() != len(shape) or any(has > want for has, want in zip(value.shape, shape, strict=True)):
+                raise ArgumentError("batch", tuple(value.shape), f'new_shapes="pad" cannot make {tuple(shape)} of it')
+            filled = value.new_full(shape, 0 if value.is_floating_point() else PADDING)
+            filled[tuple(slice(size) for size in value.shape)] = value
+            return filled
+
+        if len(shapes) != len(self._first_shapes):
+            raise ArgumentError("batch", shapes, 'new_shapes="pad" needs batches of one structure')
+        return map_nested(pad, batch)
 
     def _backend(self, forward: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        program = Program(forward, self.model, self.optimizer, self._options)
+        program = Program(forward, self.model, self.optimizer, self._shared, self._options)
 
         def run(*inputs: Any) -> list[Any]:
-            outputs = program(*inputs)
-            self._norm = program.norm
+            outputs, norm = program.run(inputs, update=self._update)
+            if self._update:
+                self._norm = norm
             return outputs
 
         return run
 
-    def _stock_step(self, batch: Sequence[Any], params: Sequence[nn.Parameter]) -> Any:
+    def _stock_step(self, batch: Any, params: Sequence[nn.Parameter]) -> Any:
         """The eager step, which creates the optimizer's state."""
-        announce("compile: the first step runs eagerly; it creates the optimizer's state")
-        for p in params:
-            p.grad = None
-        loss, more = _objective(self.model, self._loss_fn)(*batch)
+        if not self._stepped:
+            announce("compile: the first step runs eagerly; it creates the optimizer's state")
+        loss, more = self._eager(*batch)
         loss.backward()
-        if self._clipping.max_norm is not None:
-            self._norm = nn.utils.clip_grad_norm_(params, self._clipping.max_norm)
-        if self._clipping.max_value is not None:
-            nn.utils.clip_grad_value_(params, self._clipping.max_value)
+        detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, more)
+        result = loss.detach() if more is None else (loss.detach(), detached)
+        if not self._update:
+            return result
+        clipping = self._options.clipping
+        if clipping.max_norm is not None:
+            self._norm = nn.utils.clip_grad_norm_(params, clipping.max_norm)
+        if clipping.max_value is not None:
+            nn.utils.clip_grad_value_(params, clipping.max_value)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._stepped = {id(p) for p in params}
-        detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, more)
-        return loss.detach() if more is None else (loss.detach(), detached)
+        self._stepped.update(map(id, params))
+        return result
+
+    def _explain(self, error: Exception) -> str:
+        if isinstance(error, TooManyVariantsError):
+            return (
+                f"variants={self._variants}: no more graphs are kept, and this batch or this state of the model needs "
+                'another one; give a larger variants, or new_shapes="pad" or "eager"'
+            )
+        return (
+            f"loss_fn cannot be made one graph; take data-dependent Python and .item() out of it, or train with "
+            f"fuse(): {error}"
+        )
+
+
+def _shapes(batch: Any) -> tuple[Any, ...]:
+    return tuple(value.shape if isinstance(value, torch.Tensor) else None for value in flat_leaves(batch))
 
 
 def _objective(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, Any]]:

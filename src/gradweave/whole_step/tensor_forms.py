@@ -51,9 +51,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.where.ScalarSelf: torch.where,
     aten.where.ScalarOther: torch.where,
     aten.where.Scalar: torch.where,
-    **{
-        getattr(aten, name).Scalar: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
-    },
+    **{getattr(aten, name).Scalar: getattr(torch, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
     aten.clamp_min.default: torch.maximum,
     aten.clamp_max.default: torch.minimum,
     aten.clamp.default: lambda x, low=None, high=None: _clamp(x, low, high),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from gradweave.compat import (
-    DataDependentBranch,
+    DataDependentError,
     as_if_compiling,
     fake_mode,
     fake_of,
@@ -36,28 +36,61 @@ class Clipping:
 
 
 @dataclass(frozen=True)
+class Objective:
+    """What is differentiated.
+
+    Attributes:
+        forward: Takes its inputs and returns a sequence of outputs.
+        inputs: Weights, buffers and batch.
+        trainable: Which of the inputs are parameters to update, as the optimizer's inputs have them.
+        loss_output: Which of the outputs is the loss.
+    """
+
+    forward: Callable[..., Any]
+    inputs: Sequence[torch.Tensor]
+    trainable: Sequence[int]
+    loss_output: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a step does with the gradients.
+
+    Attributes:
+        clipping: Done before the update.
+        sums: Where earlier micro-batches have summed up gradients, a tensor per parameter; they are
+            added to, and set to zero by an update.
+        update: Whether the step updates; otherwise it only adds to the sums.
+    """
+
+    clipping: Clipping
+    sums: Sequence[torch.Tensor] = ()
+    update: bool = True
+
+
+@dataclass(frozen=True)
 class TracedStep:
     """A graph and what it is for.
 
     Attributes:
-        graph: Takes the forward's inputs, then the optimizer's state, then its numbers; returns the
-            forward's outputs and, where there is one, the gradients' norm.
+        graph: Takes the inputs of the objective and the sums, then the optimizer's state, then its
+            numbers; returns the forward's outputs and, where there is one, the gradients' norm.
         optimizer: What the state and the numbers are.
-        forward_inputs: How many inputs come first.
+        inputs: How many inputs come before the optimizer's.
         holds: Whether the graph is right for other numbers, such as a weight decay that was 0.
     """
 
     graph: GraphModule
     optimizer: OptimizerInputs
-    forward_inputs: int
+    inputs: int
     holds: Callable[[Sequence[float]], bool]
 
     def changed_inputs(self) -> set[int]:
-        """Which of the forward's inputs the step changes in place."""
+        """Which of the inputs before the optimizer's the step changes in place."""
         nodes = self.graph.graph.nodes
         inputs = {node: index for index, node in enumerate(nodes) if node.op == "placeholder"}
         changed = {root(node) for node in nodes if is_mutable(node)}
-        return {index for node, index in inputs.items() if node in changed and index < self.forward_inputs}
+        return {index for node, index in inputs.items() if node in changed and index < self.inputs}
 
 
 def is_mutable(node: Any) -> bool:
@@ -73,31 +106,19 @@ def root(node: Any) -> Any:
     return node
 
 
-def trace_step(
-    forward: Callable[..., Any],
-    inputs: Sequence[torch.Tensor],
-    trainable: Sequence[int],
-    loss_output: int,
-    optimizer: OptimizerInputs,
-    clipping: Clipping,
-) -> TracedStep:
+def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe) -> TracedStep:
     """Traces a step; no real tensor is read or changed.
 
-    Args:
-        forward: Takes the inputs and returns a sequence of outputs.
-        inputs: Weights, buffers and batch.
-        trainable: Which of the inputs are parameters to update, as ``optimizer.params`` has them.
-        loss_output: Which of the outputs is to be differentiated.
-        optimizer: The update.
-        clipping: What is done to gradients before it.
+    Optimizers are traced as they run eagerly; those whose eager form branches on a step count, in
+    the form that torch has for capturing, where that has none.
     """
     try:
-        return _trace(forward, inputs, trainable, loss_output, optimizer, clipping, capturable=False)
-    except DataDependentBranch:
+        return _trace(objective, optimizer, recipe, capturable=False)
+    except DataDependentError:
         pass
     try:
-        return _trace(forward, inputs, trainable, loss_output, optimizer, clipping, capturable=True)
-    except DataDependentBranch as error:
+        return _trace(objective, optimizer, recipe, capturable=True)
+    except DataDependentError as error:
         name = type(optimizer.optimizer).__name__
         raise GradweaveError(
             f"optimizer={name}: its step branches on a value that is known only when it runs ({_first_line(error)}); "
@@ -105,32 +126,20 @@ def trace_step(
         ) from error
 
 
-def _trace(
-    forward: Callable[..., Any],
-    inputs: Sequence[torch.Tensor],
-    trainable: Sequence[int],
-    loss_output: int,
-    optimizer: OptimizerInputs,
-    clipping: Clipping,
-    *,
-    capturable: bool,
-) -> TracedStep:
+def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, capturable: bool) -> TracedStep:
     mode = fake_mode()
-    numbers = optimizer.numbers()
-    symbols = [float_symbol(mode, f"number_{index}", value) for index, value in enumerate(numbers)]
+    symbols = [float_symbol(mode, f"number_{index}", value) for index, value in enumerate(optimizer.numbers())]
+    inputs = [*objective.inputs, *recipe.sums]
 
     def step(inputs: list[torch.Tensor], state: list[torch.Tensor], numbers: list[Any]) -> list[Any]:
-        leaves = list(inputs)
-        for index in trainable:
-            leaves[index] = inputs[index].detach().requires_grad_()
-        with torch.enable_grad():
-            outputs = list(forward(*leaves))
-            loss = outputs[loss_output]
-            params = [leaves[index] for index in trainable]
-            grads = list(torch.autograd.grad(loss, params, allow_unused=True))
-        norm = _clip(params, grads, clipping)
-        targets = [inputs[index] for index in trainable]
-        optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
+        own, sums = inputs[: len(objective.inputs)], inputs[len(objective.inputs) :]
+        outputs, params, grads = _differentiate(objective, own)
+        _add_up(grads, sums, keep=not recipe.update)
+        norm = None
+        if recipe.update:
+            norm = _clip(params, grads, recipe.clipping)
+            targets = [own[index] for index in objective.trainable]
+            optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
         outputs = [output.detach() if isinstance(output, torch.Tensor) else output for output in outputs]
         return [*outputs, norm] if norm is not None else outputs
 
@@ -141,9 +150,32 @@ def _trace(
     return TracedStep(graph, optimizer, len(inputs), guards_of(mode, symbols))
 
 
-def _clip(
-    params: Sequence[torch.Tensor], grads: list[torch.Tensor | None], clipping: Clipping
-) -> torch.Tensor | None:
+def _differentiate(
+    objective: Objective, inputs: Sequence[torch.Tensor]
+) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor | None]]:
+    """Outputs, trainable parameters, and the gradients of the loss."""
+    leaves = list(inputs)
+    for index in objective.trainable:
+        leaves[index] = inputs[index].detach().requires_grad_()
+    params = [leaves[index] for index in objective.trainable]
+    with torch.enable_grad():
+        outputs = list(objective.forward(*leaves))
+        grads = torch.autograd.grad(outputs[objective.loss_output], params, allow_unused=True)
+    return outputs, params, list(grads)
+
+
+def _add_up(grads: list[torch.Tensor | None], sums: Sequence[torch.Tensor], *, keep: bool) -> None:
+    """Adds gradients to the sums; unless the sums are kept, they replace the gradients and become zero."""
+    for index, total in enumerate(sums):
+        grad = grads[index]
+        if keep and grad is not None:
+            total.add_(grad)
+        elif not keep:
+            grads[index] = total.clone() if grad is None else total + grad
+            total.zero_()
+
+
+def _clip(params: Sequence[torch.Tensor], grads: list[torch.Tensor | None], clipping: Clipping) -> torch.Tensor | None:
     """Clips gradients as torch's utilities do; returns their norm before that, if it was computed."""
     if clipping.max_norm is None and clipping.max_value is None:
         return None

@@ -1,0 +1,526 @@
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import gradweave
+from gradweave.errors import ArgumentError, GradweaveError
+from whole_step.models import MODELS, adamw, assert_identical, batches, loss_fn, make, train
+
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, lr=0.05),
+    "sgd, everything": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: optim.Adam(p, lr=1e-2),
+    "adam, amsgrad": lambda p: optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.01, maximize=True),
+    "adamw": adamw,
+    "adamw, foreach": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
+    "nadam": lambda p: optim.NAdam(p, lr=1e-2),
+    "adamax": lambda p: optim.Adamax(p, lr=1e-2),
+    "adadelta": lambda p: optim.Adadelta(p, lr=1.0),
+    "adagrad": lambda p: optim.Adagrad(p, lr=1e-2, lr_decay=0.01),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "rprop": lambda p: optim.Rprop(p, lr=1e-3),
+}
+CAPTURABLE_FORM = {"radam": lambda p: optim.RAdam(p, lr=1e-2), "asgd": lambda p: optim.ASGD(p, lr=1e-2)}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_replay_is_the_eager_step_bit_for_bit(model):
+    assert_identical(train(model, "replay"), train(model))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replay_of_every_optimizer_is_the_eager_step_bit_for_bit(name):
+    assert_identical(train("mlp", "replay", OPTIMIZERS[name]), train("mlp", None, OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("name", CAPTURABLE_FORM)
+def test_optimizers_whose_eager_step_branches_on_a_count(name):
+    made, expected = (train("mlp", lower, CAPTURABLE_FORM[name], steps=9) for lower in ("replay", None))
+    torch.testing.assert_close(made[2], expected[2], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "dropout"])
+def test_inductor_gives_the_eager_losses(model):
+    made, expected = train(model, "inductor", steps=10), train(model, steps=10)
+    torch.testing.assert_close(made[2], expected[2], rtol=1e-6 if model == "mlp" else 1e-5, atol=0)
+    for (name, mine), theirs in zip(made[0].named_buffers(), expected[0].buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *CAPTURABLE_FORM])
+def test_inductor_with_every_optimizer_and_a_scheduler(name):
+    def run(lower):
+        return train(
+            "mlp",
+            lower,
+            {**OPTIMIZERS, **CAPTURABLE_FORM}[name],
+            steps=7,
+            max_norm=0.5,
+            scheduler=lambda o: optim.lr_scheduler.ExponentialLR(o, 0.8),
+        )
+
+    made, expected = run("inductor"), run(None)
+    torch.testing.assert_close(made[2], expected[2], rtol=1e-5, atol=0)
+    for mine, theirs in zip(made[0].parameters(), expected[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    state = made[1].state_dict()["state"]
+    for index, entry in expected[1].state_dict()["state"].items():
+        assert state[index].keys() == entry.keys()
+        if "step" in entry:
+            assert state[index]["step"] == entry["step"]
+
+
+def test_an_optimizer_that_cannot_be_traced_is_named():
+    with pytest.raises(GradweaveError, match="Adafactor.*use another"):
+        train("mlp", "replay", lambda p: optim.Adafactor(p))
+
+
+class CountsInGroup(optim.SGD):
+    """Keeps a count where it cannot be traced."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class CountsAsInt(optim.Optimizer):
+    """Keeps a Python number in its state."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"] / state["count"])
+
+
+class Replaces(optim.Optimizer):
+    """Puts new tensors into its state in the place of the old ones."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "decay": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                mean = state.get("mean", torch.zeros_like(p))
+                state["mean"] = group["decay"] * mean + p.grad
+                p.sub_(state["mean"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("optimizer", [CountsInGroup, CountsAsInt])
+def test_optimizers_that_count_in_python_are_refused(optimizer):
+    make_it = (lambda p: optimizer(p, lr=0.1)) if optimizer is CountsInGroup else optimizer
+    with pytest.raises(GradweaveError, match=r"cannot be traced.*use an optimizer"):
+        train("mlp", "replay", make_it)
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_a_custom_optimizer_of_tensor_code(lower):
+    made, expected = train("mlp", lower, Replaces), train("mlp", None, Replaces)
+    torch.testing.assert_close(made[2], expected[2], rtol=1e-6, atol=0)
+    if lower == "replay":
+        assert_identical(made, expected)
+
+
+def test_hyperparameters_change_without_a_new_graph(caplog):
+    def each(number, model, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + number)
+            group["momentum"] = 0.5 + 0.05 * number
+            group["weight_decay"] = 0.01 * number if number else 0.02
+
+    with caplog.at_level("INFO", logger="gradweave"):
+        made = train("mlp", "inductor", OPTIMIZERS["sgd, everything"], each=each)
+    torch.testing.assert_close(made[2], train("mlp", None, OPTIMIZERS["sgd, everything"], each=each)[2])
+    assert sum("ready after" in record.message for record in caplog.records) <= 1
+
+
+def test_a_number_that_opens_another_branch_makes_a_new_graph():
+    def each(number, model, optimizer):
+        optimizer.param_groups[0]["weight_decay"] = 0.0 if number < 3 else 0.1
+
+    assert_identical(
+        train("mlp", "replay", OPTIMIZERS["sgd, everything"], each=each),
+        train("mlp", None, OPTIMIZERS["sgd, everything"], each=each),
+    )
+
+
+def test_groups_with_different_hyperparameters():
+    def groups(params):
+        params = list(params)
+        return optim.AdamW([{"params": params[:2], "lr": 1e-3}, {"params": params[2:], "weight_decay": 0.3}], lr=1e-2)
+
+    assert_identical(train("mlp", "replay", groups), train("mlp", None, groups))
+
+
+def frozen_then_not(number, model, optimizer):
+    model[0].requires_grad_(number >= 3)
+
+
+def weights_changed(number, model, optimizer):
+    if number == 3:
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+    if number == 4:
+        model[0].weight.data.add_(0.1)
+    if number == 5:
+        model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+
+
+def state_reloaded(number, model, optimizer):
+    if number == 4:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def counts_changed(number, model, optimizer):
+    if number == 4:
+        for entry in optimizer.state.values():
+            entry["step"].add_(10)
+
+
+def one_count_changed(number, model, optimizer):
+    if number == 4:
+        next(iter(optimizer.state.values()))["step"].fill_(50)
+
+
+def to_evaluation_and_back(number, model, optimizer):
+    model.train(number % 2 == 0)
+
+
+def looked_at(number, model, optimizer):
+    optimizer.state_dict()
+    copy.deepcopy(model)
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 48))
+    model.train()
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+@pytest.mark.parametrize(
+    "each",
+    [
+        frozen_then_not, weights_changed, state_reloaded, counts_changed, one_count_changed,
+        to_evaluation_and_back, looked_at,
+    ],
+)  # fmt: skip
+def test_what_is_done_between_steps_takes_effect(each, lower):
+    made, expected = (train("mlp", how, steps=8, each=each) for how in (lower, None))
+    torch.testing.assert_close(made[2], expected[2], rtol=2e-6, atol=0)
+    if lower == "replay":
+        assert_identical(made, expected)
+
+
+def test_extra_results_of_any_structure_belong_to_the_caller():
+    def with_extras(model, x, y):
+        out = model(x)
+        return F.cross_entropy(out, y), {"correct": [(out.argmax(-1) == y).sum()], "x": x, "name": "n"}
+
+    model = make("mlp")
+    step = gradweave.compile(model, with_extras, adamw(model.parameters()), lower="inductor")
+    results = [step(x, y) for x, y in batches(4)]
+    losses = torch.stack([loss for loss, _ in results])
+    assert len(losses.unique()) == 4
+    assert not losses.requires_grad
+    assert results[3][1]["name"] == "n"
+    assert results[3][1]["correct"][0].shape == ()
+    assert not torch.equal(results[2][1]["x"], results[3][1]["x"])
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_accumulation_over_micro_batches(lower):
+    def run(lower):
+        model = make("mlp")
+        optimizer = adamw(model.parameters())
+        step = gradweave.compile(model, loss_fn, optimizer, lower=lower, max_grad_norm=1.0) if lower else None
+        norms = []
+        for number, (x, y) in enumerate(batches(12)):
+            last = number % 3 == 2
+            if step and not last:
+                with step.no_update():
+                    step(x, y)
+            elif step:
+                step(x, y)
+                norms.append(step.grad_norm)
+            else:
+                loss_fn(model, x, y).backward()
+                if last:
+                    norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model, optimizer, torch.stack(norms)
+
+    made, expected = run(lower), run(None)
+    torch.testing.assert_close(made[2], expected[2], rtol=1e-5, atol=0)
+    if lower == "replay":
+        assert_identical(made, expected)
+
+
+def test_summed_gradients_can_be_seen_and_thrown_away():
+    model = make("mlp")
+    optimizer = adamw(model.parameters())
+    step = gradweave.compile(model, loss_fn, optimizer, lower="replay")
+    data = list(batches(5))
+    step(*data[0])
+    with step.no_update():
+        step(*data[1])
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+        optimizer.zero_grad()
+        step(*data[2])
+    seen = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss_fn(model, *data[2]).backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), seen, strict=True))
+
+
+def test_the_true_norm_is_available():
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", max_grad_norm=1e-3)
+    data = list(batches(2))
+    step(*data[0])
+    twin = copy.deepcopy(model)
+    loss_fn(twin, *data[1]).backward()
+    step(*data[1])
+    torch.testing.assert_close(step.grad_norm, nn.utils.get_total_norm([p.grad for p in twin.parameters()]))
+
+
+def test_no_norm_without_clipping():
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay")
+    with pytest.raises(GradweaveError, match="max_grad_norm"):
+        _ = step.grad_norm
+
+
+def test_clipping_by_value():
+    def run(lower):
+        model = make("mlp")
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        step = gradweave.compile(model, loss_fn, optimizer, lower=lower, max_grad_value=1e-3) if lower else None
+        for x, y in batches(4):
+            if step:
+                step(x, y)
+                continue
+            loss_fn(model, x, y).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer, torch.zeros(1)
+
+    assert_identical(run("replay"), run(None))
+
+
+def test_autocast_in_the_loss_function():
+    def half(model, x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        return F.cross_entropy(out.float(), y)
+
+    assert_identical(train("mlp", "replay", loss=half), train("mlp", loss=half))
+
+
+def test_dropout_is_fresh_in_every_step_and_follows_the_seed():
+    def losses(seed):
+        model = make("dropout")
+        step = gradweave.compile(model, loss_fn, optim.SGD(model.parameters(), lr=1e-9), lower="inductor")
+        x, y = next(batches(1))
+        torch.manual_seed(seed)
+        return torch.stack([step(x, y) for _ in range(5)])
+
+    first = losses(3)
+    assert len(first.unique()) == 5
+    assert torch.equal(first, losses(3))
+    assert not torch.equal(first[1:], losses(4)[1:])
+
+
+def short_last_batch(new_shapes, lower="replay"):
+    model = make("mlp")
+    optimizer = adamw(model.parameters())
+    step = gradweave.compile(model, loss_fn, optimizer, lower=lower, new_shapes=new_shapes)
+    losses = []
+    for number, (x, y) in enumerate(batches(8)):
+        rows = 4 if number % 4 == 3 else 6
+        losses.append(step(x[:rows], y[:rows]))
+    return model, optimizer, torch.stack(losses)
+
+
+@pytest.mark.parametrize("new_shapes", ["compile", "eager"])
+def test_a_short_last_batch(new_shapes):
+    model = make("mlp")
+    optimizer = adamw(model.parameters())
+    losses = []
+    for number, (x, y) in enumerate(batches(8)):
+        rows = 4 if number % 4 == 3 else 6
+        loss = loss_fn(model, x[:rows], y[:rows])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    expected = model, optimizer, torch.stack(losses)
+    assert_identical(short_last_batch(new_shapes), expected)
+    torch.testing.assert_close(short_last_batch("pad")[2], expected[2], rtol=1e-5, atol=0)
+
+
+def test_alternating_shapes_are_compiled_once_each(monkeypatch):
+    from gradweave.whole_step import lower
+
+    made = []
+    monkeypatch.setattr(lower, "compile_with_inductor", _counting(lower.compile_with_inductor, made))
+    short_last_batch("compile", "inductor")
+    assert len(made) == 4  # scalars and main graph, for two shapes
+
+
+def _counting(function, calls):
+    def counted(*args):
+        calls.append(None)
+        return function(*args)
+
+    return counted
+
+
+def test_more_shapes_than_variants():
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", variants=2)
+    x, y = next(batches(1))
+    with pytest.raises(GradweaveError, match=r"variants=2.*new_shapes"):
+        for rows in (6, 6, 5, 4, 3):
+            step(x[:rows], y[:rows])
+
+
+class Branches(nn.Module):
+    """Python control flow on a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(48, 5)
+
+    def forward(self, x):
+        out = self.inner(x)
+        return out if out.sum() > 0 else 2 * out
+
+
+@pytest.mark.parametrize("kind", ["branch", "item"])
+def test_what_cannot_be_one_graph_is_named_with_file_and_line(kind):
+    model = Branches() if kind == "branch" else make("mlp")
+    before = copy.deepcopy(model.state_dict())
+
+    def with_item(model, x, y):
+        loss = loss_fn(model, x, y)
+        print(loss.item())
+        return loss
+
+    optimizer = adamw(model.parameters())
+    step = gradweave.compile(model, with_item if kind == "item" else loss_fn, optimizer, lower="replay")
+    data = list(batches(2))
+    step(*data[0])
+    before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(GradweaveError, match=r"test_step.py"):
+        step(*data[1])
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+    for index, entry in state["state"].items():
+        assert all(torch.equal(value, optimizer.state_dict()["state"][index][key]) for key, value in entry.items())
+
+
+def test_python_state_of_the_model_is_not_frozen_in():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(48, 5)
+            self.scale = 1.0
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.inner(x) * self.scale
+
+    def run(lower):
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer = adamw(model.parameters())
+        step = gradweave.compile(model, loss_fn, optimizer, lower=lower) if lower else None
+        losses = []
+        for number, (x, y) in enumerate(batches(6)):
+            model.scale = 1.0 if number < 3 else 2.0
+            if step:
+                losses.append(step(x, y))
+                continue
+            losses.append(loss_fn(model, x, y))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer, torch.stack(losses).detach()
+
+    made, expected = run("replay"), run(None)
+    assert_identical(made, expected)
+    assert made[0].calls == expected[0].calls
+
+
+def test_schedulers_see_that_steps_were_taken():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train("mlp", "replay", scheduler=lambda o: optim.lr_scheduler.StepLR(o, 2))
+
+
+def test_checkpoints_go_to_and_come_from_a_stock_loop():
+    model, optimizer, _ = train("mlp", "inductor", steps=4)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    resumed = make("mlp")
+    stock = adamw(resumed.parameters())
+    resumed.load_state_dict(saved[0])
+    stock.load_state_dict(saved[1])
+    step = gradweave.compile(model, loss_fn, optimizer, lower="replay")
+    for x, y in batches(3):
+        loss_fn(resumed, x, y).backward()
+        stock.step()
+        stock.zero_grad()
+        step(x, y)
+    assert_identical((model, optimizer, torch.zeros(1)), (resumed, stock, torch.zeros(1)))
+
+
+BAD = {
+    "lower": ({"lower": "xla"}, "lower='xla'.*inductor, replay"),
+    "new_shapes": ({"new_shapes": "crop"}, "new_shapes='crop'"),
+    "variants": ({"variants": 0}, "variants=0"),
+    "max_grad_norm": ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0.*positive"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    options, message = BAD[name]
+    model = make("mlp")
+    with pytest.raises(ArgumentError, match=message):
+        gradweave.compile(model, loss_fn, adamw(model.parameters()), **options)
+
+
+def test_what_is_refused_at_once():
+    model = make("mlp")
+    with pytest.raises(ArgumentError, match="LBFGS"):
+        gradweave.compile(model, loss_fn, optim.LBFGS(model.parameters()))
+    with pytest.raises(ArgumentError, match="DataParallel"):
+        gradweave.compile(nn.DataParallel(model), loss_fn, adamw(model.parameters()))
+    hooked = adamw(model.parameters())
+    hooked.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ArgumentError, match="step hooks"):
+        gradweave.compile(model, loss_fn, hooked)
+    fused = adamw(model.parameters())
+    with gradweave.fuse(model, fused, "forward"), pytest.raises(ArgumentError, match="fused"):
+        gradweave.compile(model, loss_fn, fused)
+
+
+def test_a_step_without_gradients_is_refused():
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay")
+    with torch.no_grad(), pytest.raises(GradweaveError, match="no_grad"):
+        step(*next(batches(1)))
