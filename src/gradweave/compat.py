@@ -151,9 +151,13 @@ def float_symbol(mode: Any, name: str, value: float) -> Any:
     return environment.create_symfloatnode(symbol, hint=value, source=source)
 
 
-def guards_of(mode: Any, symbols: list[Any]) -> Callable[[Any], bool]:
+def names_of(symbols: list[Any]) -> list[Any]:
+    """What branches call symbols; to be asked before tracing, which may replace a symbol by its value."""
+    return [symbol.node.expr for symbol in symbols]
+
+
+def guards_of(mode: Any, names: list[Any]) -> Callable[[Any], bool]:
     """Whether every branch that was taken on symbols would be taken again with other values."""
-    names = [symbol.node.expr for symbol in symbols]
     known = set(names)
     branches = [guard.expr for guard in mode.shape_env.guards if guard.expr.free_symbols <= known]
 
@@ -210,15 +214,8 @@ class TooManyVariantsError(DynamoError):
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of its own for Dynamo, which counts variants by code, not by function."""
-    own = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
 def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], variants: int) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ def test_inductor_with_every_optimizer_and_a_scheduler(name):
 
 
 def test_an_optimizer_that_cannot_be_traced_is_named():
-    with pytest.raises(GradweaveError, match="Adafactor.*use another"):
+    with pytest.raises(GradweaveError, match=r"Adafactor.*use another"):
         train("mlp", "replay", lambda p: optim.Adafactor(p))
 
 
@@ -393,9 +393,10 @@ def test_more_shapes_than_variants():
     model = make("mlp")
     step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", variants=2)
     x, y = next(batches(1))
+    for rows in (6, 6, 5):
+        step(x[:rows], y[:rows])
     with pytest.raises(GradweaveError, match=r"variants=2.*new_shapes"):
-        for rows in (6, 6, 5, 4, 3):
-            step(x[:rows], y[:rows])
+        step(x[:3], y[:3])
 
 
 class Branches(nn.Module):

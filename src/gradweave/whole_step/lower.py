@@ -56,12 +56,12 @@ class Compiled:
         classes = counts.classes(self._optimizer)
         split = split_scalars(traced, classes, dtype)
         self._vectors = [counts.vectors[classes.index(members)] for members in split.classes]
+        self._advancing = [self._vectors[index] for index in split.advancing]
         self._main_state = split.main_state
-        self._device = params[0].device
-        self._numbers = torch.tensor(self._optimizer.numbers(), dtype=torch.float64, device=self._device)
+        self._numbers = torch.tensor(self._optimizer.numbers(), dtype=torch.float64, device=params[0].device)
         self._uploaded = self._optimizer.numbers()
         firsts = [vector[0] for vector in self._vectors]
-        examples = split.scalars(self._numbers, firsts)[len(firsts) :]
+        examples = split.scalars(self._numbers, firsts)[len(self._advancing) :]
         self._scalars = compile_with_inductor(_flat(split.scalars), [self._numbers, *firsts])
         state = self._optimizer.state()
         self._state = [state[slot] for slot in self._main_state]
@@ -90,8 +90,8 @@ class Compiled:
         """The step's work on the device."""
         firsts = [vector[0] for vector in self._vectors]
         made = self._scalars(self._numbers, *firsts)
-        outputs: list[Any] = list(self._main(*inputs, *self._state, *made[len(firsts) :]))
-        for vector, value in zip(self._vectors, made, strict=False):
+        outputs: list[Any] = list(self._main(*inputs, *self._state, *made[len(self._advancing) :]))
+        for vector, value in zip(self._advancing, made, strict=False):
             vector.copy_(value)
         return outputs
 

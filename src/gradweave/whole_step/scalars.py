@@ -27,16 +27,18 @@ class SplitStep:
     """A step as two graphs.
 
     Attributes:
-        scalars: Takes the numbers as one vector and a value per class; returns each class's new
-            value, then the scalars that the main graph needs.
+        scalars: Takes the numbers as one vector and a value per class; returns the new values of
+            the classes that advance, then the scalars that the main graph needs.
         main: Takes the forward's inputs, the state that is left, and the scalars.
         classes: Of 0-dimensional state slots that always have the same value.
+        advancing: Which of the classes get a new value.
         main_state: The state slots that the main graph takes.
     """
 
     scalars: GraphModule
     main: GraphModule
     classes: tuple[tuple[int, ...], ...]
+    advancing: tuple[int, ...]
     main_state: tuple[int, ...]
 
 
@@ -59,10 +61,16 @@ def split_scalars(traced: TracedStep, equal: Sequence[Sequence[int]], dtype: tor
     kept = {state[slot] for members in classes for slot in members}
     if len(kept) < len(candidates & moved):
         moved = _movable(nodes, kept, set(numbers))
-    scalars, handed_over = _scalar_graph(nodes, moved, [[state[slot] for slot in c] for c in classes], numbers, dtype)
+    members = [[state[slot] for slot in slots] for slots in classes]
+    advancing = tuple(index for index, same in enumerate(members) if _is_changed(same[0], nodes))
+    scalars, handed_over = _scalar_graph(nodes, moved, members, advancing, numbers, dtype)
     main = _main_graph(traced.graph, nodes, moved, handed_over)
     left = tuple(slot for slot in range(count) if state[slot] not in moved)
-    return SplitStep(scalars, main, classes, left)
+    return SplitStep(scalars, main, classes, advancing, left)
+
+
+def _is_changed(state: Node, nodes: Sequence[Node]) -> bool:
+    return any(is_mutable(node) and root(node) is state for node in nodes)
 
 
 def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set[Node]:
@@ -122,6 +130,7 @@ def _scalar_graph(
     nodes: Sequence[Node],
     moved: set[Node],
     classes: Sequence[Sequence[Node]],
+    advancing: Sequence[int],
     numbers: Sequence[Node],
     dtype: torch.dtype,
 ) -> tuple[GraphModule, list[list[Node]]]:
@@ -152,12 +161,11 @@ def _scalar_graph(
             traced = owners[0].meta.get("val")
             results.append(value.to(dtype if is_symbolic(traced) else traced.dtype))  # type: ignore[union-attr]
             returned.append(owners)
-        new = [emulator.values[members[0]].to(value.dtype) for members, value in zip(classes, values, strict=True)]
+        new = [emulator.values[classes[index][0]].to(values[index].dtype) for index in advancing]
         return [*new, *results]
 
-    device = next((m[0].meta["val"].device for m in classes), torch.device("cpu"))
-    vector = torch.zeros(len(numbers), dtype=torch.float64, device=device)
-    examples = [torch.ones((), dtype=m[0].meta["val"].dtype, device=device) for m in classes]
+    vector = torch.zeros(len(numbers), dtype=torch.float64)
+    examples = [torch.ones((), dtype=same[0].meta["val"].dtype) for same in classes]
     graph = trace_to_graph(program)(vector, examples)
     return graph, returned
 

@@ -21,6 +21,7 @@ from gradweave.compat import (
     fake_of,
     float_symbol,
     guards_of,
+    names_of,
     trace_to_graph,
 )
 from gradweave.errors import GradweaveError
@@ -129,6 +130,7 @@ def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe)
 def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, capturable: bool) -> TracedStep:
     mode = fake_mode()
     symbols = [float_symbol(mode, f"number_{index}", value) for index, value in enumerate(optimizer.numbers())]
+    names = names_of(symbols)
     inputs = [*objective.inputs, *recipe.sums]
 
     def step(inputs: list[torch.Tensor], state: list[torch.Tensor], numbers: list[Any]) -> list[Any]:
@@ -147,7 +149,7 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
         graph = trace_to_graph(step)(
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
-    return TracedStep(graph, optimizer, len(inputs), guards_of(mode, symbols))
+    return TracedStep(graph, optimizer, len(inputs), guards_of(mode, names))
 
 
 def _differentiate(
