@@ -52,7 +52,7 @@ GPU_CASES = [
     Case("batch", "mobilenet_v2", batch=8, steps=300),
     *(Case("batch", "mobilenet_v2", batch=batch, steps=60) for batch in (64, 128, 256)),
     *(
-        Case("optimizers", "mobilenet_v2", ("foreach", "backward", "forward"), optimizer, steps=100)
+        Case("optimizers", "mobilenet_v2", ("foreach", "backward", "forward"), optimizer, steps=80)
         for optimizer in ("sgd", "adagrad", "rmsprop", "adadelta")
     ),
 ]

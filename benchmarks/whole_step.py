@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--workload")
     parser.add_argument("--variant", default="step")
+    parser.add_argument("--variants", help="only these, with commas between them")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
@@ -244,6 +245,8 @@ def main() -> None:
             print("time is up; run again for the rest")
             return
         print(workload.name, flush=True)
+        if arguments.variants:
+            workload = replace(workload, variants=tuple(arguments.variants.split(",")))
         append(arguments.results, measure(workload))
         torch._dynamo.reset()
         torch.cuda.empty_cache()

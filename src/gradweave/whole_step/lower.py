@@ -54,7 +54,7 @@ class Compiled:
         wide = any(p.dtype is torch.float64 for p in params)
         dtype = torch.float64 if wide else torch.float32
         classes = counts.classes(self._optimizer)
-        split = split_scalars(traced, classes, dtype)
+        split = split_scalars(traced, classes, dtype, params[0].device)
         self._vectors = [counts.vectors[classes.index(members)] for members in split.classes]
         self._advancing = [self._vectors[index] for index in split.advancing]
         self._main_state = split.main_state

@@ -42,13 +42,16 @@ class SplitStep:
     main_state: tuple[int, ...]
 
 
-def split_scalars(traced: TracedStep, equal: Sequence[Sequence[int]], dtype: torch.dtype) -> SplitStep:
+def split_scalars(
+    traced: TracedStep, equal: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> SplitStep:
     """Splits a traced step.
 
     Args:
         traced: The step.
         equal: Classes of state slots with equal values, all of them 0-dimensional.
         dtype: Of the scalars that the main graph gets.
+        device: Of all scalars.
     """
     nodes = list(traced.graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -63,7 +66,7 @@ def split_scalars(traced: TracedStep, equal: Sequence[Sequence[int]], dtype: tor
         moved = _movable(nodes, kept, set(numbers))
     members = [[state[slot] for slot in slots] for slots in classes]
     advancing = tuple(index for index, same in enumerate(members) if _is_changed(same[0], nodes))
-    scalars, handed_over = _scalar_graph(nodes, moved, members, advancing, numbers, dtype)
+    scalars, handed_over = _scalar_graph(nodes, moved, members, advancing, numbers, dtype, device)
     main = _main_graph(traced.graph, nodes, moved, handed_over)
     left = tuple(slot for slot in range(count) if state[slot] not in moved)
     return SplitStep(scalars, main, classes, advancing, left)
@@ -133,6 +136,7 @@ def _scalar_graph(
     advancing: Sequence[int],
     numbers: Sequence[Node],
     dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[GraphModule, list[list[Node]]]:
     """The scalar program, and the traced nodes whose values it returns behind the classes' new values."""
     handed_over = [
@@ -164,8 +168,8 @@ def _scalar_graph(
         new = [emulator.values[classes[index][0]].to(values[index].dtype) for index in advancing]
         return [*new, *results]
 
-    vector = torch.zeros(len(numbers), dtype=torch.float64)
-    examples = [torch.ones((), dtype=same[0].meta["val"].dtype) for same in classes]
+    vector = torch.zeros(len(numbers), dtype=torch.float64, device=device)
+    examples = [torch.ones((), dtype=same[0].meta["val"].dtype, device=device) for same in classes]
     graph = trace_to_graph(program)(vector, examples)
     return graph, returned
 
