@@ -61,7 +61,7 @@ def test_a_wrong_result_is_the_verdict(comparison):
 
     spoilt = tuple(replace(r, difference=0.1) if r.label == "forward" else r for r in comparison.results)
     verdict = replace(comparison, results=spoilt).verdict
-    assert verdict.startswith("The weights of forward are not those of fused")
+    assert verdict.startswith("forward did not train as fused did: do not use it")
 
 
 def test_figures_and_a_report_that_needs_nothing_else(comparison, tmp_path):
@@ -119,3 +119,19 @@ def test_random_numbers_of_variants_do_not_mix():
     result = compare(Setting(workload, batch=256), ["backward", "forward"], steps=20)
     assert all(r.identical for r in result.results)
     assert torch.is_tensor(result.trials[0].model[0].weight)
+
+
+def test_a_compiled_step_is_judged_by_its_losses(tmp_path):
+    from dataclasses import replace
+
+    compared = compare(Setting(WORKLOADS["autoencoder"], batch=64), ["compile"], steps=20)
+    result = compared.results[2]
+    assert result.label == "compile"
+    assert result.parts == {}
+    assert 0 < result.loss_difference < 1e-5
+    assert result.sameness.startswith("loss ")
+    assert "compile did not" not in compared.verdict
+    save_report(compared, save_figures(compared, tmp_path), tmp_path / "report.html")
+    assert "one graph" in (tmp_path / "report.html").read_text()
+    spoilt = replace(compared, results=(*compared.results[:2], replace(result, loss_difference=0.01)))
+    assert spoilt.verdict.startswith("compile did not train as fused did")

@@ -20,7 +20,7 @@ from gradweave.errors import ArgumentError
 if TYPE_CHECKING:
     import torch
 
-    from gradweave.compare.run import Comparison
+    from gradweave.compare.run import Comparison, Result
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -38,7 +38,7 @@ def compare_command(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is one.")] = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each mode.")] = 100,
     modes: Annotated[
-        str, typer.Option(help="Of loop, foreach, fused, hook, backward, forward, auto; comma-separated.")
+        str, typer.Option(help="Of loop, foreach, fused, hook, backward, forward, auto, compile; comma-separated.")
     ] = "loop,backward,forward,auto",
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, pictures and figures as JSON.")] = None,
@@ -108,26 +108,31 @@ def _print(result: Comparison, title: str) -> None:
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     table.title = escape(f"{title}, {result.environment['device']}")
     table.add_column("mode", no_wrap=True, min_width=max(len(row.label) for row in result.results))
-    columns = ["ms/step", "F/B/U ms", "per s", *(["memory"] if has_memory else []), "speed-up [95%]", "weights"]
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
-    for row in result.results:
-        ratio = row.speedup
-        table.add_row(
-            row.label,
-            f"{row.milliseconds[1]:.2f}",
-            "/".join(f"{row.parts[part][1]:.1f}" for part in ("forward", "backward", "update")),
-            f"{row.throughput:.4g}",
-            *([bytes_text(row.peak_bytes or 0)] if has_memory else []),
-            f"{ratio.value:.3f}x [{ratio.low:.2f}, {ratio.high:.2f}]",
-            "same" if row.identical else f"{row.difference:.0e} off",
-        )
+    columns = ["ms/step", "F/B/U ms", "per s", *(["memory"] if has_memory else []), "speed-up [95%]", "training"]
+    rows = [_cells(row, has_memory) for row in result.results]
+    for index, column in enumerate(columns):
+        width = max(len(column), *(len(cells[index]) for cells in rows))
+        table.add_column(column, justify="right", no_wrap=True, min_width=width)
+    for row, cells in zip(result.results, rows, strict=True):
+        table.add_row(row.label, *cells)
     console = Console(soft_wrap=True)
     console.print(table)
     for row in result.results:
         if row.label in ("backward", "forward", "auto"):
             console.print(f"{row.label}: {row.description}", highlight=False, markup=False)
     console.print(f"\n{result.verdict}", highlight=False, markup=False)
+
+
+def _cells(row: Result, has_memory: bool) -> list[str]:
+    ratio = row.speedup
+    return [
+        f"{row.milliseconds[1]:.2f}",
+        "/".join(f"{part[1]:.1f}" for part in row.parts.values()) or "one graph",
+        f"{row.throughput:.4g}",
+        *([bytes_text(row.peak_bytes or 0)] if has_memory else []),
+        f"{ratio.value:.3f}x [{ratio.low:.2f}, {ratio.high:.2f}]",
+        row.sameness,
+    ]
 
 
 def _device(name: str | None) -> torch.device:

@@ -11,6 +11,7 @@ from gradweave.schedule.tasks import Kind
 from gradweave.schedule.timeline import save_timelines
 
 _PART_COLOURS = {"forward": COLOURS[Kind.F], "backward": COLOURS[Kind.X], "update": COLOURS[Kind.U]}
+_WHOLE_COLOUR = "#999999"
 
 
 def save_figures(comparison: Comparison, folder: Path) -> list[Path]:
@@ -33,9 +34,11 @@ def _save_bars(comparison: Comparison, path: Path) -> None:
     axes = figure.subplots()
     for row, result in enumerate(results):
         low, middle, high = result.milliseconds
-        whole = sum(result.parts[part][1] for part in PARTS) or 1.0
+        whole = sum(part[1] for part in result.parts.values()) or 1.0
         left = 0.0
-        for part in PARTS:
+        if not result.parts:
+            axes.barh(row, middle, color=_WHOLE_COLOUR, height=0.7, label="one graph")
+        for part in result.parts:
             width = middle * result.parts[part][1] / whole
             axes.barh(row, width, left=left, color=_PART_COLOURS[part], height=0.7, label=part if row == 0 else None)
             left += width
@@ -46,7 +49,7 @@ def _save_bars(comparison: Comparison, path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(result.milliseconds[2] for result in results))
     axes.set_xlabel("milliseconds per step (median; bars of spread: 20th to 80th percentile)")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(PARTS), fontsize=8)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(PARTS) + 1, fontsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path)

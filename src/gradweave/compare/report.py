@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gradweave.compare.run import Comparison, Result
+from gradweave.compare.trial import PARTS
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -54,12 +55,12 @@ def _table(results: Sequence[Result]) -> str:
     memory_head = ["peak memory"] if results[0].peak_bytes is not None else []
     for result in results:
         low, middle, high = result.milliseconds
-        parts = "".join(f"<td>{result.parts[part][1]:.3g}</td>" for part in ("forward", "backward", "update"))
+        parts = "".join(f"<td>{result.parts[part][1]:.3g}</td>" for part in PARTS if result.parts)
+        parts = parts or f'<td colspan="{len(PARTS)}">one graph</td>'
         memory = f"<td>{result.peak_bytes / 2**20:.0f} MiB</td>" if result.peak_bytes is not None else ""
-        same = "identical" if result.identical else f"{result.difference:.2g} off"
         rows.append(
             f"<tr><td>{html.escape(result.label)}</td><td>{middle:.3f}</td><td>{low:.3f} to {high:.3f}</td>{parts}"
-            f"<td>{result.throughput:.4g}</td>{memory}<td>{html.escape(str(result.speedup))}</td><td>{same}</td></tr>"
+            f"<td>{result.throughput:.4g}</td>{memory}<td>{html.escape(str(result.speedup))}</td><td>{result.sameness}</td></tr>"
         )
     names = ["mode", "ms per step", "20% to 80%", "forward", "backward", "update", "samples/s", *memory_head,
              "speed-up [95%]", "weights"]  # fmt: skip

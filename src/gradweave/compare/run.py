@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gradweave
 from gradweave.compare.statistics import Ratio, is_claim, paired_ratio, percentiles
 from gradweave.compare.trial import PARTS, Setting, Trial
-from gradweave.compare.variants import DESCRIPTIONS, MODES, WOVEN, baseline_of
+from gradweave.compare.variants import COMPILED, DESCRIPTIONS, MODES, WOVEN, baseline_of
 from gradweave.errors import ArgumentError
 
 BLOCK_STEPS = 5
@@ -26,6 +26,8 @@ _SETTLING_STEPS = 60
 _DETERMINISTIC_STEPS = 10
 _SAME_NOISE = 4.0
 """Where two stock runs differ, how many times as much a woven one may differ before it counts as wrong."""
+_ROUNDING = {True: 1e-4, False: 1e-2}
+"""How far losses of a compiled step may be off in the first steps, in float32 and below."""
 AGAIN = " (again)"
 
 
@@ -44,6 +46,7 @@ class Result:
         claim: Whether the speed-up is beyond the difference of two equal variants.
         difference: Largest difference of any weight from the baseline's after the same training; on a
             GPU, after a short one with deterministic kernels.
+        loss_difference: Largest relative difference of a loss from the baseline's, in the first steps.
         losses: Of every step.
     """
 
@@ -56,7 +59,17 @@ class Result:
     speedup: Ratio
     claim: bool
     difference: float
+    loss_difference: float
     losses: list[float] = field(repr=False)
+
+    @property
+    def sameness(self) -> str:
+        """How near its training is to the baseline's, in a word or two."""
+        if self.identical:
+            return "same"
+        if self.label in COMPILED:
+            return f"loss {self.loss_difference:.0e}"
+        return f"{self.difference:.0e} off"
 
     @property
     def identical(self) -> bool:
@@ -77,15 +90,16 @@ class Comparison:
     def verdict(self) -> str:
         """The outcome in one sentence."""
         baseline, again, *others = self.results
-        woven = [result for result in others if result.label in WOVEN]
+        woven = [result for result in others if result.label in (*WOVEN, *COMPILED)]
         noise = f"two runs of {baseline.label} differed by {again.speedup}"
-        different = [result.label for result in woven if result.difference > again.difference * _SAME_NOISE]
+        different = [result.label for result in woven if not self._trains_the_same(result)]
         if different:
             names = ", ".join(different)
-            return f"The weights of {names} are not those of {baseline.label}: do not use them here; {noise}."
+            return f"{names} did not train as {baseline.label} did: do not use it here; {noise}."
         same = "identical weights"
         if again.difference > 0:
             same = f"weights as near to it as its own from run to run ({again.difference:.1g})"
+        same += "".join(f" ({r.label}: losses to {r.loss_difference:.0e})" for r in woven if r.label in COMPILED)
         faster = [result for result in woven if result.claim and result.speedup.value > 1]
         if not woven:
             best = max(others, key=lambda result: result.speedup.value, default=again)
@@ -93,7 +107,16 @@ class Comparison:
         if not faster:
             return f"No mode is faster than {baseline.label} beyond the noise, and all give {same}; {noise}."
         best = max(faster, key=lambda result: result.speedup.value)
+        if best.label in COMPILED:
+            same = f"its first losses to {best.loss_difference:.0e}"
         return f"{best.label} is {best.speedup} as fast as {baseline.label}, with {same}; {noise}."
+
+    def _trains_the_same(self, result: Result) -> bool:
+        again = self.results[1]
+        if result.label in WOVEN:
+            return result.difference <= again.difference * _SAME_NOISE
+        rounding = _ROUNDING[self.setting.dtype is torch.float32]
+        return result.loss_difference <= max(rounding, again.loss_difference * _SAME_NOISE)
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, for JSON."""
@@ -123,6 +146,7 @@ def _result_dict(result: Result) -> dict[str, Any]:
         "claim": result.claim,
         "identical": result.identical,
         "largest_difference": result.difference,
+        "largest_relative_loss_difference": result.loss_difference,
         "losses": result.losses,
     }
 
@@ -222,16 +246,22 @@ def _judge(trials: Sequence[Trial], explained: Sequence[str], differences: Seque
                 label=trial.label,
                 description=text if trial.mode in WOVEN else DESCRIPTIONS[trial.mode],
                 milliseconds=percentiles([1e3 * seconds for seconds in trial.blocks]),
-                parts={part: percentiles(trial.parts[part]) for part in PARTS},
+                parts={part: percentiles(trial.parts[part]) for part in PARTS if trial.parts[part]},
                 throughput=trial.setting.batch / median(trial.blocks),
                 peak_bytes=trial.peak_bytes,
                 speedup=speedup,
                 claim=trial is not first and trial is not again and is_claim(speedup, same),
                 difference=difference,
+                loss_difference=_loss_difference(first, trial),
                 losses=trial.losses,
             )
         )
     return tuple(results)
+
+
+def _loss_difference(one: Trial, other: Trial) -> float:
+    pairs = zip(one.losses[:_DETERMINISTIC_STEPS], other.losses[:_DETERMINISTIC_STEPS], strict=True)
+    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs)
 
 
 def _largest_difference(one: Trial, other: Trial) -> float:

@@ -40,7 +40,7 @@ class Trial:
     Attributes:
         label: The variant's name in tables.
         blocks: Seconds per step of each block.
-        parts: Milliseconds of forward, backward and update, of each recorded step.
+        parts: Milliseconds of forward, backward and update, of each recorded step; none if they are one.
         losses: Of every step.
         peak_bytes: Most memory in use on a GPU, its own weights and optimizer state included.
     """
@@ -59,8 +59,8 @@ class Trial:
         torch.manual_seed(setting.seed)
         low_precision = setting.dtype is not torch.float32
         self.model: nn.Module = setting.workload.make_model().to(setting.device).train()
-        self.variant = Variant(self.mode, self.model, setting.optimizer)
         self._autocast = low_precision
+        self.variant = Variant(self.mode, self.model, setting.optimizer, self._loss, setting.max_norm)
         self._rng = self._rng_state()
         self._step = 0
         self._pending: list[torch.Tensor] = []
@@ -106,10 +106,12 @@ class Trial:
             self._one_step(batches, recorder)
         if self.variant.fusion is not None:
             self.variant.fusion.record(None)
-        self.timeline = recorder.timeline(self.label)
         self._rng = self._rng_state()
         self.losses += [float(loss) for loss in self._pending]
         self._pending = []
+        if self.variant.whole_step is not None:
+            return
+        self.timeline = recorder.timeline(self.label)
         for number in range(1, steps):
             for kind, part in _KINDS.items():
                 spans = (s for s in self.timeline.spans if s.task.step == number and s.task.kind is kind)
@@ -123,8 +125,11 @@ class Trial:
             return recorder.part(kind) if recorder is not None else nullcontext()
 
         setting = self.setting
-        with part(Kind.F), torch.autocast(setting.device.type, setting.dtype, enabled=self._autocast):
-            loss = setting.workload.loss(self.model(x), y)
+        if self.variant.whole_step is not None:
+            self._pending.append(self.variant.whole_step(x, y))
+            return
+        with part(Kind.F):
+            loss = self._loss(self.model, x, y)
         with part(Kind.X):
             loss.backward()
         with part(Kind.U):
@@ -132,6 +137,11 @@ class Trial:
                 nn.utils.clip_grad_norm_(self.model.parameters(), setting.max_norm)
             self.variant.step()
         self._pending.append(loss.detach())
+
+    def _loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        setting = self.setting
+        with torch.autocast(setting.device.type, setting.dtype, enabled=self._autocast):
+            return setting.workload.loss(model(x), y)
 
     def finish(self) -> None:
         """Ends the training; the model's weights are then final."""

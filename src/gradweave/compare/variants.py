@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gradweave.errors import ArgumentError
 from gradweave.fusion import Fusion, fuse
+from gradweave.whole_step import Step, compile
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": lambda params, **form: torch.optim.SGD(params, lr=1e-3, momentum=0.9, **form),
@@ -25,7 +26,10 @@ FUSED_KERNELS = ("sgd", "adam", "adamw")
 """Those with a fused form on the CPU and on CUDA."""
 STOCK = ("loop", "foreach", "fused")
 WOVEN = ("backward", "forward", "auto")
-MODES = (*STOCK, "hook", *WOVEN)
+"""Those that must give the stock weights, bit for bit."""
+COMPILED = ("compile",)
+"""Those that must give the stock losses, to rounding."""
+MODES = (*STOCK, "hook", *WOVEN, *COMPILED)
 DESCRIPTIONS = {
     "loop": "stock, one parameter after the other",
     "foreach": "stock, multi-tensor operations",
@@ -34,6 +38,7 @@ DESCRIPTIONS = {
     "backward": "gradweave: updates during backward",
     "forward": "gradweave: updates during the next forward",
     "auto": "gradweave: chosen by need and measurement",
+    "compile": "gradweave: forward, backward and update as one compiled graph",
 }
 
 
@@ -43,15 +48,31 @@ def baseline_of(optimizer: str) -> str:
 
 
 class Variant:
-    """One way to train a model: what happens to its gradients once they are there."""
+    """One way to train a model: what happens to its gradients once they are there.
 
-    def __init__(self, mode: str, model: nn.Module, optimizer: str) -> None:
+    Args:
+        mode: Of :data:`MODES`.
+        model: What is trained.
+        optimizer: Of :data:`OPTIMIZERS`.
+        objective: Gives the loss of the model on a batch; for those that take whole steps.
+        max_norm: What gradients are clipped to; likewise.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        model: nn.Module,
+        optimizer: str,
+        objective: Callable[..., torch.Tensor],
+        max_norm: float | None = None,
+    ) -> None:
         if optimizer not in OPTIMIZERS:
             raise ArgumentError("--optimizer", optimizer, f"use one of {', '.join(OPTIMIZERS)}")
         if mode == "fused" and optimizer not in FUSED_KERNELS:
             raise ArgumentError("--modes", mode, f"torch has no fused {optimizer}; use foreach")
         self.mode = mode
         self.fusion: Fusion | None = None
+        self.whole_step: Step | None = None
         make = OPTIMIZERS[optimizer]
         self._hooked: list[Optimizer] = []
         if mode == "hook":
@@ -61,6 +82,8 @@ class Variant:
             self.optimizer = make(model.parameters(), **_form(form))
             if mode in WOVEN:
                 self.fusion = fuse(model, self.optimizer, mode)
+            elif mode in COMPILED:
+                self.whole_step = compile(model, objective, self.optimizer, max_grad_norm=max_norm)
 
     def _attach_hooks(self, model: nn.Module, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
         own = {p: make([p]) for p in model.parameters()}
