@@ -250,6 +250,18 @@ def flat_leaves(value: Any) -> list[Any]:
     return leaves
 
 
+unscale_in_place = torch._amp_foreach_non_finite_check_and_unscale_
+"""Multiplies tensors by a factor and notes, as 1, if any is not finite."""
+
+update_scale_in_place = torch._amp_update_scale_
+"""Lets a loss scale grow or back off."""
+
+
+def scaler_tensors(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale and the growth tracker, which exist once something was scaled."""
+    return scaler._scale, scaler._growth_tracker  # type: ignore[return-value]
+
+
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tells schedulers that a step was taken without ``optimizer.step()``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -525,3 +525,40 @@ def test_a_step_without_gradients_is_refused():
     step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay")
     with torch.no_grad(), pytest.raises(GradweaveError, match="no_grad"):
         step(*next(batches(1)))
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_loss_scaling_leaves_out_updates_that_are_not_finite(lower, max_norm):
+    def run(lower):
+        model = make("mlp")
+        optimizer = adamw(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+        step = None
+        if lower:
+            step = gradweave.compile(model, loss_fn, optimizer, lower=lower, scaler=scaler, max_grad_norm=max_norm)
+        scales = []
+        for number, (x, y) in enumerate(batches(10)):
+            if number in (0, 5):
+                x = x * float("inf")
+            if step:
+                step(x, y)
+            else:
+                scaler.scale(loss_fn(model, x, y)).backward()
+                scaler.unscale_(optimizer)
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return model, optimizer, torch.tensor(scales)
+
+    made, expected = run(lower), run(None)
+    assert torch.equal(made[2], expected[2])
+    assert len(expected[2].unique()) == 2
+    assert all(entry["step"] == 8 for entry in made[1].state_dict()["state"].values())
+    if lower == "replay":
+        assert_identical(made, expected)
+    for mine, theirs in zip(made[0].parameters(), expected[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)

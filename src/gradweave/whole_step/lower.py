@@ -40,7 +40,7 @@ class Replay:
         """Takes the step on the optimizer's state and numbers as they are now."""
         optimizer = self._traced.optimizer
         result: list[Any] = self._traced.graph(list(inputs), optimizer.state(), list(optimizer.numbers()))
-        return result
+        return result[:-1] if self._traced.can_skip else result
 
 
 class Compiled:
@@ -48,6 +48,7 @@ class Compiled:
 
     def __init__(self, traced: TracedStep, shared: SharedState, inputs: Sequence[torch.Tensor]) -> None:
         self._optimizer = traced.optimizer
+        self._can_skip = traced.can_skip
         self._shared = shared
         self._counts = counts = shared.counts(self._optimizer.params)
         params = self._optimizer.params
@@ -91,8 +92,9 @@ class Compiled:
         firsts = [vector[0] for vector in self._vectors]
         made = self._scalars(self._numbers, *firsts)
         outputs: list[Any] = list(self._main(*inputs, *self._state, *made[len(self._advancing) :]))
+        skipped = outputs.pop()[0] > 0 if self._can_skip else None
         for vector, value in zip(self._advancing, made, strict=False):
-            vector.copy_(value)
+            vector.copy_(value if skipped is None else torch.where(skipped, vector, value))
         return outputs
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
@@ -18,6 +19,7 @@ from gradweave.whole_step.capture import Captured
 from gradweave.whole_step.lower import Compiled, Replay, Runnable
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.packing import SharedState
+from gradweave.whole_step.scaling import Scaling, scaler_inputs
 from gradweave.whole_step.trace import Clipping, Objective, Recipe, TracedStep, trace_step
 
 LOSS_MARK = {"gradweave": "loss"}
@@ -31,12 +33,14 @@ class StepOptions:
     Attributes:
         clipping: Of gradients.
         lower: ``"inductor"`` or ``"replay"``.
+        scaler: That scales the loss, if any does.
         capture: Whether to replay a step on a GPU as one CUDA graph.
         report: Told what is going on while a step is made.
     """
 
     clipping: Clipping
     lower: str
+    scaler: GradScaler | None
     capture: bool
     report: Callable[[str], None]
 
@@ -89,7 +93,7 @@ class Program:
         sums: list[torch.Tensor] = []
         if not update or self._shared.sums:
             sums = self._shared.sums_for(params)
-        every = [*inputs, *sums]
+        every = [*inputs, *sums, *scaler_inputs(self._options.scaler)]
         with torch.no_grad():
             runnable = self._find(trainable, params, len(every), update) or self._make(trainable, inputs, sums, update)
             outputs = runnable.run(every)
@@ -117,12 +121,16 @@ class Program:
         optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
         began = time.perf_counter()
         options.report("tracing the step")
-        every = [*inputs, *sums]
+        scaler = options.scaler
+        scaling, scale = (Scaling.of(scaler) if scaler else None), scaler_inputs(scaler)
+        every = [*inputs, *sums, *scale]
         compiles = options.lower == "inductor"
         if compiles:
             self._shared.counts(optimizer.params)
         objective = Objective(self._forward, inputs, trainable, self._loss_output)
-        traced = trace_step(objective, optimizer, Recipe(options.clipping, sums, update))
+        traced = trace_step(
+            objective, optimizer, Recipe(options.clipping, sums, update, scaling, scale, skips_counts=not compiles)
+        )
         runnable: Runnable = Replay(traced)
         if compiles:
             options.report(f"compiling {len(traced.graph.graph.nodes)} operations")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
@@ -42,6 +43,7 @@ def compile(
     *,
     max_grad_norm: float | None = None,
     max_grad_value: float | None = None,
+    scaler: GradScaler | None = None,
     lower: str = "inductor",
     new_shapes: str = "compile",
     variants: int = 8,
@@ -67,6 +69,8 @@ def compile(
         optimizer: Whose step is tensor code, as that of nearly all of ``torch.optim`` is.
         max_grad_norm: Clip gradients to this common norm; :attr:`Step.grad_norm` has what it was.
         max_grad_value: Clip each element of a gradient to this value.
+        scaler: Scales the loss and leaves updates out whose gradients are not finite, inside the
+            graph; its ``step()`` and ``update()`` are not to be called.
         lower: ``"inductor"`` compiles the graph and, on a GPU, replays it as one CUDA graph;
             ``"replay"`` runs the traced operations as they are, bit for bit the eager step.
         new_shapes: What a batch of another shape means, such as a short last one: ``"compile"``
@@ -89,7 +93,9 @@ def compile(
             raise ArgumentError(name, limit, "give a positive number, or None")
     _check(model, optimizer)
     clipping = Clipping(max_grad_norm, max_grad_value)
-    options = StepOptions(clipping, lower, capture=True, report=lambda doing: announce(f"compile: {doing}"))
+    if scaler is not None and not scaler.is_enabled():
+        scaler = None
+    options = StepOptions(clipping, lower, scaler, capture=True, report=lambda doing: announce(f"compile: {doing}"))
     return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
 
 
@@ -232,20 +238,30 @@ class Step:
         """The eager step, which creates the optimizer's state."""
         if not self._stepped:
             announce("compile: the first step runs eagerly; it creates the optimizer's state")
+        scaler = self._options.scaler
         loss, more = self._eager(*batch)
-        loss.backward()
+        (loss if scaler is None else scaler.scale(loss)).backward()
         detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, more)
         result = loss.detach() if more is None else (loss.detach(), detached)
         if not self._update:
             return result
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
         clipping = self._options.clipping
         if clipping.max_norm is not None:
             self._norm = nn.utils.clip_grad_norm_(params, clipping.max_norm)
         if clipping.max_value is not None:
             nn.utils.clip_grad_value_(params, clipping.max_value)
-        self.optimizer.step()
+        stepped = self.optimizer.register_step_post_hook(lambda *_: self._stepped.update(map(id, params)))
+        try:
+            if scaler is None:
+                self.optimizer.step()
+            else:
+                scaler.step(self.optimizer)
+                scaler.update()
+        finally:
+            stepped.remove()
         self.optimizer.zero_grad()
-        self._stepped.update(map(id, params))
         return result
 
     def _explain(self, error: Exception) -> str:

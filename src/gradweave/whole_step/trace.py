@@ -25,7 +25,8 @@ from gradweave.compat import (
     trace_to_graph,
 )
 from gradweave.errors import GradweaveError
-from gradweave.whole_step.optimizer_inputs import OptimizerInputs
+from gradweave.whole_step.optimizer_inputs import OptimizerInputs, StateSlot
+from gradweave.whole_step.scaling import Scaling, keep_if_found
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,18 @@ class Recipe:
         sums: Where earlier micro-batches have summed up gradients, a tensor per parameter; they are
             added to, and set to zero by an update.
         update: Whether the step updates; otherwise it only adds to the sums.
+        scaling: How the loss is scaled, if it is.
+        scale: The scale and its tracker, likewise.
+        skips_counts: Whether the graph itself leaves 0-dimensional state as it was when an update is
+            skipped; otherwise who runs it has to, by the graph's last output.
     """
 
     clipping: Clipping
     sums: Sequence[torch.Tensor] = ()
     update: bool = True
+    scaling: Scaling | None = None
+    scale: Sequence[torch.Tensor] = ()
+    skips_counts: bool = True
 
 
 @dataclass(frozen=True)
@@ -74,8 +82,9 @@ class TracedStep:
     """A graph and what it is for.
 
     Attributes:
-        graph: Takes the inputs of the objective and the sums, then the optimizer's state, then its
-            numbers; returns the forward's outputs and, where there is one, the gradients' norm.
+        graph: Takes the inputs of the objective, the sums and the scale, then the optimizer's state,
+            then its numbers; returns the forward's outputs, the gradients' norm where there is one,
+            and whether the update was skipped where it can be.
         optimizer: What the state and the numbers are.
         inputs: How many inputs come before the optimizer's.
         holds: Whether the graph is right for other numbers, such as a weight decay that was 0.
@@ -84,6 +93,7 @@ class TracedStep:
     graph: GraphModule
     optimizer: OptimizerInputs
     inputs: int
+    can_skip: bool
     holds: Callable[[Sequence[float]], bool]
 
     def changed_inputs(self) -> set[int]:
@@ -131,38 +141,57 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
     mode = fake_mode()
     symbols = [float_symbol(mode, f"number_{index}", value) for index, value in enumerate(optimizer.numbers())]
     names = names_of(symbols)
-    inputs = [*objective.inputs, *recipe.sums]
+    inputs = [*objective.inputs, *recipe.sums, *recipe.scale]
+    first_sum, first_scale = len(objective.inputs), len(objective.inputs) + len(recipe.sums)
 
     def step(inputs: list[torch.Tensor], state: list[torch.Tensor], numbers: list[Any]) -> list[Any]:
-        own, sums = inputs[: len(objective.inputs)], inputs[len(objective.inputs) :]
-        outputs, params, grads = _differentiate(objective, own)
+        own, sums, scale = inputs[:first_sum], inputs[first_sum:first_scale], inputs[first_scale:]
+        outputs, params, grads = _differentiate(objective, own, scale)
         _add_up(grads, sums, keep=not recipe.update)
-        norm = None
-        if recipe.update:
-            norm = _clip(params, grads, recipe.clipping)
-            targets = [own[index] for index in objective.trainable]
-            optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
         outputs = [output.detach() if isinstance(output, torch.Tensor) else output for output in outputs]
-        return [*outputs, norm] if norm is not None else outputs
+        if not recipe.update:
+            return outputs
+        found = recipe.scaling.unscale(grads, scale[0]) if recipe.scaling else None
+        norm = _clip(params, grads, recipe.clipping)
+        targets = [own[index] for index in objective.trainable]
+        guarded = [*targets, *_guarded_state(optimizer, state, recipe)] if recipe.scaling else []
+        before = [tensor.clone() for tensor in guarded]
+        optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
+        if recipe.scaling and found is not None:
+            keep_if_found(guarded, before, found)
+            recipe.scaling.advance(scale[0], scale[1], found)
+        return [*outputs, *(extra for extra in (norm, found) if extra is not None)]
 
     with mode, as_if_compiling(capturable):
         graph = trace_to_graph(step)(
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
-    return TracedStep(graph, optimizer, len(inputs), guards_of(mode, names))
+    can_skip = recipe.update and recipe.scaling is not None
+    return TracedStep(graph, optimizer, len(inputs), can_skip, guards_of(mode, names))
+
+
+def _guarded_state(optimizer: OptimizerInputs, state: Sequence[torch.Tensor], recipe: Recipe) -> list[torch.Tensor]:
+    """The state that a skipped update must leave alone within the graph."""
+
+    def is_count(place: StateSlot, tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 0 and (optimizer.params[place.param].dim() > 0 or place.key == "step")
+
+    pairs = zip(optimizer.state_slots, state, strict=True)
+    return [tensor for place, tensor in pairs if recipe.skips_counts or not is_count(place, tensor)]
 
 
 def _differentiate(
-    objective: Objective, inputs: Sequence[torch.Tensor]
+    objective: Objective, inputs: Sequence[torch.Tensor], scale: Sequence[torch.Tensor]
 ) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor | None]]:
-    """Outputs, trainable parameters, and the gradients of the loss."""
+    """Outputs, trainable parameters, and the gradients of the loss, scaled if there is a scale."""
     leaves = list(inputs)
     for index in objective.trainable:
         leaves[index] = inputs[index].detach().requires_grad_()
     params = [leaves[index] for index in objective.trainable]
     with torch.enable_grad():
         outputs = list(objective.forward(*leaves))
-        grads = torch.autograd.grad(outputs[objective.loss_output], params, allow_unused=True)
+        loss = outputs[objective.loss_output]
+        grads = torch.autograd.grad(loss * scale[0] if scale else loss, params, allow_unused=True)
     return outputs, params, list(grads)
 
 
