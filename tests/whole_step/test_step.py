@@ -1,4 +1,5 @@
 import copy
+import gc
 import warnings
 
 import pytest
@@ -515,9 +516,19 @@ def test_what_is_refused_at_once():
     hooked.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ArgumentError, match="step hooks"):
         gradweave.compile(model, loss_fn, hooked)
-    fused = adamw(model.parameters())
-    with gradweave.fuse(model, fused, "forward"), pytest.raises(ArgumentError, match="fused"):
-        gradweave.compile(model, loss_fn, fused)
+
+
+def test_fuse_and_compile_refuse_each_other():
+    model = make("mlp")
+    optimizer = adamw(model.parameters())
+    with gradweave.fuse(model, optimizer, "forward"), pytest.raises(ArgumentError, match="is fused"):
+        gradweave.compile(model, loss_fn, optimizer)
+    step = gradweave.compile(model, loss_fn, optimizer, lower="replay")
+    with pytest.raises(ArgumentError, match="compiled step"):
+        gradweave.fuse(model, optimizer, "forward")
+    del step
+    gc.collect()
+    gradweave.fuse(model, optimizer, "forward").detach()
 
 
 def test_a_step_without_gradients_is_refused():

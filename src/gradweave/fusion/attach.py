@@ -19,6 +19,7 @@ from gradweave.fusion.coupling import check_independent
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.hooks import ModuleHook, StepHooks
 from gradweave.fusion.norms import NormTracker
+from gradweave.marks import is_in_compiled_step
 
 MODES = ("auto", "forward", "backward")
 _ATTACHED = "_gradweave_fusion"
@@ -63,6 +64,10 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         )
     if optimizer.defaults.get("differentiable"):
         raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
+    if is_in_compiled_step(optimizer):
+        raise ArgumentError(
+            "optimizer", type(optimizer).__name__, "is part of a compiled step, which fuses it; drop that step first"
+        )
     if getattr(optimizer, _ATTACHED, None) is not None:
         raise ArgumentError("optimizer", type(optimizer).__name__, "is fused already; detach() the first fusion")
 
@@ -95,6 +100,11 @@ def _check_neighbours(module: nn.Module, optimizer: Optimizer) -> None:
             raise ArgumentError(
                 "optimizer", type(optimizer).__name__, "shares parameters with one that is fused; detach() that first"
             )
+
+
+def is_fused(model: nn.Module) -> bool:
+    """Whether any of a model's parameters belongs to a fusion."""
+    return any(isinstance(mark, _Mark) and mark.params for module in model.modules() for mark in load_hooks(module))
 
 
 class _Mark(ModuleHook):

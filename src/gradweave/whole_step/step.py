@@ -24,6 +24,8 @@ from gradweave.compat import (
     step_pre_hooks,
 )
 from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.fusion.attach import is_fused
+from gradweave.marks import mark_compiled
 from gradweave.whole_step.optimizer_inputs import NoStateError
 from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.program import LOSS_MARK, Program, StepOptions
@@ -33,7 +35,6 @@ LOWERINGS = ("inductor", "replay")
 NEW_SHAPES = ("compile", "pad", "eager")
 PADDING = -100
 """What integers are padded with: cross entropy leaves such targets out."""
-_FUSED = "_gradweave_fusion"
 
 
 def compile(
@@ -107,8 +108,8 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
         raise ArgumentError("optimizer", name, "cannot be traced; use SGD, Adam, AdamW or another of torch.optim")
     if optimizer.defaults.get("differentiable"):
         raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
-    if getattr(optimizer, _FUSED, None) is not None:
-        raise ArgumentError("optimizer", name, "is fused; detach() the fusion first, compile() does its work")
+    if is_fused(model):
+        raise ArgumentError("model", type(model).__name__, "is fused; detach() that first, compile() does its work")
     if step_pre_hooks(optimizer):
         raise ArgumentError("optimizer", name, "has step hooks, which would not see gradients; remove them")
     for module in model.modules():
@@ -143,6 +144,7 @@ class Step:
         self._update = True
         self._norm: torch.Tensor | None = None
         self._objective = dynamo_compile(_objective(model, loss_fn), self._backend, variants)
+        mark_compiled(optimizer, self)
 
     def __call__(self, *batch: Any) -> Any:
         """Takes a step.

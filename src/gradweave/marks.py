@@ -1,0 +1,20 @@
+"""How one technique tells another that it is at work on an optimizer."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch.optim import Optimizer
+
+_COMPILED = "_gradweave_compiled_step"
+
+
+def mark_compiled(optimizer: Optimizer, step: object) -> None:
+    """Notes on an optimizer that a compiled step updates its parameters, for as long as that lives."""
+    setattr(optimizer, _COMPILED, weakref.ref(step))
+
+
+def is_in_compiled_step(optimizer: Optimizer) -> bool:
+    """Whether a compiled step that is still there updates this optimizer's parameters."""
+    note = getattr(optimizer, _COMPILED, None)
+    return note is not None and note() is not None
