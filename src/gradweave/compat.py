@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -218,16 +219,23 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
-def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], variants: int) -> Callable[..., Any]:
+def dynamo_compile(
+    function: Callable[..., Any], backend: Callable[..., Any], variants: int
+) -> tuple[Callable[..., Any], Callable[[], None]]:
     """A function that a backend compiles whole, anew for each shape, up to a number of variants.
 
     What the backend raises comes through; what Dynamo refuses is a :class:`DynamoError` that
     names the user's file and line.
+
+    Returns:
+        The function, and one that frees everything that was compiled for it.
     """
     import torch._dynamo
+    from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo import exc
 
-    compiled = torch.compile(_with_own_code(function), backend=backend, fullgraph=True, dynamic=False)
+    own = _with_own_code(function)
+    compiled = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
     refusals = (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
 
     def call(*args: Any) -> Any:
@@ -241,7 +249,7 @@ def dynamo_compile(function: Callable[..., Any], backend: Callable[..., Any], va
             except refusals as error:
                 raise DynamoError(str(error)) from error
 
-    return call
+    return call, partial(reset_code, own.__code__)
 
 
 def flat_leaves(value: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 import copy
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -516,6 +517,18 @@ def test_what_is_refused_at_once():
     hooked.register_step_pre_hook(lambda *_: None)
     with pytest.raises(ArgumentError, match="step hooks"):
         gradweave.compile(model, loss_fn, hooked)
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_a_step_that_is_dropped_leaves_nothing_behind(lower):
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower=lower)
+    for x, y in batches(3):
+        step(x, y)
+    left = [weakref.ref(step), weakref.ref(model), weakref.ref(model[0].weight)]
+    del step, model
+    gc.collect()
+    assert [ref() is None for ref in left] == [True, True, True]
 
 
 def test_fuse_and_compile_refuse_each_other():

@@ -108,12 +108,16 @@ class SharedState:
 
     Attributes:
         sums: The gradients that micro-batches have summed up, by parameter.
+        update: Whether the next step is to update, or only to sum up gradients.
+        norm: Of all gradients in the last update, where it is computed.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._counts: PackedCounts | None = None
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
+        self.update = True
+        self.norm: torch.Tensor | None = None
 
     def counts(self, params: Sequence[nn.Parameter]) -> PackedCounts:
         """The packed counts of these parameters."""

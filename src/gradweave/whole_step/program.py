@@ -78,13 +78,13 @@ class Program:
         self._outputs = len(_outputs(forward))
         self._made: list[_Made] = []
 
-    def run(self, inputs: Sequence[Any], *, update: bool) -> tuple[list[Any], torch.Tensor | None]:
-        """Takes a step; returns what the forward would, and the gradients' norm if that is known.
+    def close(self) -> None:
+        """Lets go of everything: Dynamo keeps a program for good."""
+        self.__dict__.clear()
 
-        Args:
-            inputs: Of the forward.
-            update: Whether to update; otherwise gradients are summed up for the step that does.
-        """
+    def run(self, *inputs: Any) -> list[Any]:
+        """Takes a step, or sums up gradients for the one that does; returns what the forward would."""
+        update = self._shared.update
         own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         trainable = tuple(index for index, x in enumerate(inputs) if id(x) in own and x.requires_grad)
         if not trainable:
@@ -99,8 +99,9 @@ class Program:
             outputs = runnable.run(every)
         if sums:
             self._shared.show_sums(params, visible=not update)
-        norm = outputs.pop() if len(outputs) > self._outputs else None
-        return outputs, norm
+        if update:
+            self._shared.norm = outputs.pop() if len(outputs) > self._outputs else None
+        return outputs
 
     def _find(
         self, trainable: tuple[int, ...], params: Sequence[nn.Parameter], inputs: int, update: bool

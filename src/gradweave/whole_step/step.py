@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,16 +136,17 @@ class Step:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self._eager = _objective(model, loss_fn)
+        job = _Job(model, loss_fn)
+        self._eager = _objective(job)
         self._options = options
         self._new_shapes = new_shapes
         self._variants = variants
         self._first_shapes: Any = None
         self._stepped: set[int] = set()
         self._shared = SharedState(optimizer)
-        self._update = True
-        self._norm: torch.Tensor | None = None
-        self._objective = dynamo_compile(_objective(model, loss_fn), self._backend, variants)
+        backend = partial(job.add_program, optimizer, self._shared, options)
+        self._objective, forget = dynamo_compile(_objective(job), backend, variants)
+        weakref.finalize(self, job.close, forget)
         mark_compiled(optimizer, self)
 
     def __call__(self, *batch: Any) -> Any:
@@ -175,25 +178,25 @@ class Step:
             return self._stock_step(batch, params)
         except DynamoError as error:
             raise GradweaveError(self._explain(error)) from error
-        if self._update:
+        if self._shared.update:
             mark_stepped(self.optimizer)
         return loss if more is None else (loss, more)
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
         """Steps inside only sum up gradients, in ``.grad``: for all micro-batches of a step but the last."""
-        before, self._update = self._update, False
+        before, self._shared.update = self._shared.update, False
         try:
             yield
         finally:
-            self._update = before
+            self._shared.update = before
 
     @property
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients of the last step, before it was clipped."""
-        if self._norm is None:
+        if self._shared.norm is None:
             raise GradweaveError("no norm was computed: give max_grad_norm to compile(), and take a step")
-        return self._norm
+        return self._shared.norm
 
     def _placed(self, batch: Any) -> Any:
         device = next((p.device for p in self.model.parameters()), None)
@@ -225,17 +228,6 @@ class Step:
             raise ArgumentError("batch", shapes, 'new_shapes="pad" needs batches of one structure')
         return map_nested(pad, batch)
 
-    def _backend(self, forward: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        program = Program(forward, self.model, self.optimizer, self._shared, self._options)
-
-        def run(*inputs: Any) -> list[Any]:
-            outputs, norm = program.run(inputs, update=self._update)
-            if self._update:
-                self._norm = norm
-            return outputs
-
-        return run
-
     def _stock_step(self, batch: Any, params: Sequence[nn.Parameter]) -> Any:
         """The eager step, which creates the optimizer's state."""
         if not self._stepped:
@@ -245,13 +237,13 @@ class Step:
         (loss if scaler is None else scaler.scale(loss)).backward()
         detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, more)
         result = loss.detach() if more is None else (loss.detach(), detached)
-        if not self._update:
+        if not self._shared.update:
             return result
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         clipping = self._options.clipping
         if clipping.max_norm is not None:
-            self._norm = nn.utils.clip_grad_norm_(params, clipping.max_norm)
+            self._shared.norm = nn.utils.clip_grad_norm_(params, clipping.max_norm)
         if clipping.max_value is not None:
             nn.utils.clip_grad_value_(params, clipping.max_value)
         stepped = self.optimizer.register_step_post_hook(lambda *_: self._stepped.update(map(id, params)))
@@ -282,11 +274,35 @@ def _shapes(batch: Any) -> tuple[Any, ...]:
     return tuple(value.shape if isinstance(value, torch.Tensor) else None for value in flat_leaves(batch))
 
 
-def _objective(model: nn.Module, loss_fn: Callable[..., Any]) -> Callable[..., tuple[torch.Tensor, Any]]:
+class _Job:
+    """What Dynamo gets to see of a step; it keeps that for good, so it can be emptied."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.programs: list[Program] = []
+
+    def add_program(
+        self, optimizer: Optimizer, shared: SharedState, options: StepOptions, forward: GraphModule, _: Any
+    ) -> Callable[..., list[Any]]:
+        """The backend that Dynamo calls."""
+        program = Program(forward, self.model, optimizer, shared, options)
+        self.programs.append(program)
+        return program.run
+
+    def close(self, forget: Callable[[], None]) -> None:
+        """Lets go of the model and all that was compiled for it."""
+        forget()
+        for program in self.programs:
+            program.close()
+        self.__dict__.clear()
+
+
+def _objective(job: _Job) -> Callable[..., tuple[torch.Tensor, Any]]:
     """The function that is captured; the operation that gives the loss is marked."""
 
     def objective(*batch: Any) -> tuple[torch.Tensor, Any]:
-        result = loss_fn(model, *batch)
+        result = job.loss_fn(job.model, *batch)
         loss, more = result if isinstance(result, tuple) else (result, None)
         with torch.fx.traceback.annotate(LOSS_MARK):
             loss = loss.view(())
