@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -136,16 +135,15 @@ class Step:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        job = _Job(model, loss_fn)
+        self._shared = SharedState(optimizer)
+        job = _Job(model, loss_fn, optimizer, self._shared, options)
         self._eager = _objective(job)
         self._options = options
         self._new_shapes = new_shapes
         self._variants = variants
         self._first_shapes: Any = None
         self._stepped: set[int] = set()
-        self._shared = SharedState(optimizer)
-        backend = partial(job.add_program, optimizer, self._shared, options)
-        self._objective, forget = dynamo_compile(_objective(job), backend, variants)
+        self._objective, forget = dynamo_compile(_objective(job), job.add_program, variants)
         weakref.finalize(self, job.close, forget)
         mark_compiled(optimizer, self)
 
@@ -277,16 +275,24 @@ def _shapes(batch: Any) -> tuple[Any, ...]:
 class _Job:
     """What Dynamo gets to see of a step; it keeps that for good, so it can be emptied."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any],
+        optimizer: Optimizer,
+        shared: SharedState,
+        options: StepOptions,
+    ) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.shared = shared
+        self.options = options
         self.programs: list[Program] = []
 
-    def add_program(
-        self, optimizer: Optimizer, shared: SharedState, options: StepOptions, forward: GraphModule, _: Any
-    ) -> Callable[..., list[Any]]:
+    def add_program(self, forward: GraphModule, _: Any) -> Callable[..., list[Any]]:
         """The backend that Dynamo calls."""
-        program = Program(forward, self.model, optimizer, shared, options)
+        program = Program(forward, self.model, self.optimizer, self.shared, self.options)
         self.programs.append(program)
         return program.run
 
