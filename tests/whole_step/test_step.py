@@ -586,3 +586,64 @@ def test_loss_scaling_leaves_out_updates_that_are_not_finite(lower, max_norm):
         assert_identical(made, expected)
     for mine, theirs in zip(made[0].parameters(), expected[0].parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_two_steps_take_turns():
+    def run(lower):
+        torch.manual_seed(0)
+        maker, judge = nn.Linear(4, 48), nn.Linear(48, 1)
+        both = nn.ModuleDict({"maker": maker, "judge": judge})
+        optimizers = adamw(maker.parameters()), adamw(judge.parameters())
+
+        def fool(model, z):
+            return -model["judge"](model["maker"](z)).mean()
+
+        def tell(model, x, z):
+            return model["judge"](model["maker"](z).detach()).mean() - model["judge"](x).mean()
+
+        steps = None
+        if lower:
+            steps = [gradweave.compile(both, f, o, lower=lower) for f, o in zip((fool, tell), optimizers, strict=True)]
+        losses = []
+        for x, _ in batches(5):
+            for index, batch in enumerate(((x[:, :4],), (x, x[:, :4]))):
+                if steps:
+                    losses.append(steps[index](*batch))
+                    continue
+                both.zero_grad()
+                losses.append((fool, tell)[index](both, *batch))
+                losses[-1].backward()
+                optimizers[index].step()
+        both.zero_grad()
+        return both, optimizers[0], torch.stack(losses).detach()
+
+    assert_identical(run("replay"), run(None))
+
+
+def test_a_model_that_is_compiled_already():
+    model = make("mlp")
+    optimizer = adamw(model.parameters())
+    step = gradweave.compile(torch.compile(model, backend="aot_eager"), loss_fn, optimizer, lower="replay")
+    losses = torch.stack([step(x, y) for x, y in batches(6)])
+    assert_identical((model, optimizer, losses), train("mlp"))
+
+
+def test_gradients_that_are_there_already_count():
+    def run(lower):
+        model = make("mlp")
+        optimizer = adamw(model.parameters())
+        step = gradweave.compile(model, loss_fn, optimizer, lower=lower) if lower else None
+        for number, (x, y) in enumerate(batches(6)):
+            if number in (0, 3):
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, 0.01)
+            if step:
+                step(x, y)
+                continue
+            loss_fn(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        return model, optimizer, torch.zeros(1)
+
+    assert_identical(run("replay"), run(None))

@@ -292,7 +292,8 @@ class BackwardEngine:
     def after_step(self) -> None:
         """Closes the step; from here to the next backward, gradients may not be used."""
         self._hidden.restore()
-        self._norms.end_step([p for group in self.optimizer.param_groups for p in group["params"]])
+        if self._norms.enabled:
+            self._norms.end_step([p for group in self.optimizer.param_groups for p in group["params"]])
         self._applied = []
         self._spent = []
         self._settings = None

@@ -131,13 +131,15 @@ class SharedState:
         return counts is self._counts and counts.restore()
 
     def sums_for(self, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Where the gradients of these parameters are summed up; zero unless some are."""
+        """Where the gradients of these parameters are summed up; they hold what ``.grad`` does."""
         for p in params:
             held = self.sums.get(p)
             if held is None or held.shape != p.shape or held.dtype is not p.dtype or held.device != p.device:
-                self.sums[p] = torch.zeros_like(p)
-            elif p.grad is not held:
+                held = self.sums[p] = torch.zeros_like(p)
+            if p.grad is None:
                 held.zero_()
+            elif p.grad is not held:
+                held.copy_(p.grad)
         return [self.sums[p] for p in params]
 
     def show_sums(self, params: Sequence[nn.Parameter], *, visible: bool) -> None:

@@ -91,7 +91,7 @@ class Program:
             raise GradweaveError("the loss depends on no parameter of the optimizer that requires a gradient")
         params = [inputs[index] for index in trainable]
         sums: list[torch.Tensor] = []
-        if not update or self._shared.sums:
+        if not update or any(p.grad is not None for p in params):
             sums = self._shared.sums_for(params)
         every = [*inputs, *sums, *scaler_inputs(self._options.scaler)]
         with torch.no_grad():

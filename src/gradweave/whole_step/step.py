@@ -232,7 +232,7 @@ class Step:
             announce("compile: the first step runs eagerly; it creates the optimizer's state")
         scaler = self._options.scaler
         loss, more = self._eager(*batch)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        (loss if scaler is None else scaler.scale(loss)).backward(inputs=list(params))
         detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, more)
         result = loss.detach() if more is None else (loss.detach(), detached)
         if not self._shared.update:
