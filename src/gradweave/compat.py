@@ -197,6 +197,22 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt))
 
 
+def rematerialize(forward: torch.fx.GraphModule, inputs: list[torch.Tensor], budget: float) -> Callable[..., Any]:
+    """A forward with a backward of its own that keeps a share of the activations, by torch's partitioner."""
+    from torch._functorch import config
+    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def keep(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:  # noqa: ARG001
+        return make_boxed_func(gm.forward)
+
+    with config.patch(activation_memory_budget=budget):
+        split: Callable[..., Any] = aot_module_simplified(
+            forward, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+        )
+    return split
+
+
 def compile_with_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
     """Compiles a graph of ATen operations, in-place ones included, to a function of its inputs."""
     from torch._inductor.compile_fx import compile_fx

@@ -67,6 +67,32 @@ def with_dropout():
     return nn.Sequential(nn.Linear(48, 24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 5))
 
 
+class CheckpointedDropout(Checkpointed):
+    """With random numbers in what is computed anew."""
+
+    def forward(self, x):
+        return self.two(checkpoint(lambda x: F.dropout(torch.tanh(self.one(x)), 0.3), x, use_reentrant=False))
+
+
+class Deep(nn.Module):
+    """Layers whose activations are worth computing anew; with or without checkpoints."""
+
+    def __init__(self, checkpoints=False):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(6))
+        self.head = nn.Linear(48, 5)
+        self.checkpoints = checkpoints
+
+    def forward(self, x):
+        for layer in self.layers:
+
+            def block(x, layer=layer):
+                return 2 * F.gelu(torch.tanh(layer(x)))
+
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.head(x)
+
+
 MODELS = {
     "mlp": mlp,
     "convolutional": Convolutional,
@@ -74,6 +100,7 @@ MODELS = {
     "dropout": with_dropout,
     "tied": Tied,
     "checkpointed": Checkpointed,
+    "checkpointed dropout": CheckpointedDropout,
 }
 
 

@@ -19,6 +19,7 @@ from gradweave.whole_step.capture import Captured
 from gradweave.whole_step.lower import Compiled, Replay, Runnable
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.packing import SharedState
+from gradweave.whole_step.recompute import with_recomputation
 from gradweave.whole_step.scaling import Scaling, scaler_inputs
 from gradweave.whole_step.trace import Clipping, Objective, Recipe, TracedStep, trace_step
 
@@ -34,6 +35,7 @@ class StepOptions:
         clipping: Of gradients.
         lower: ``"inductor"`` or ``"replay"``.
         scaler: That scales the loss, if any does.
+        memory_budget: Share of the activations to keep; None for all that are not checkpointed.
         capture: Whether to replay a step on a GPU as one CUDA graph.
         report: Told what is going on while a step is made.
     """
@@ -41,6 +43,7 @@ class StepOptions:
     clipping: Clipping
     lower: str
     scaler: GradScaler | None
+    memory_budget: float | None
     capture: bool
     report: Callable[[str], None]
 
@@ -128,7 +131,8 @@ class Program:
         compiles = options.lower == "inductor"
         if compiles:
             self._shared.counts(optimizer.params)
-        objective = Objective(self._forward, inputs, trainable, self._loss_output)
+        forward = with_recomputation(self._forward, inputs, trainable, options.memory_budget)
+        objective = Objective(forward, inputs, trainable, self._loss_output)
         traced = trace_step(
             objective, optimizer, Recipe(options.clipping, sums, update, scaling, scale, skips_counts=not compiles)
         )

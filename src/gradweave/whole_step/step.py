@@ -46,6 +46,7 @@ def compile(
     max_grad_norm: float | None = None,
     max_grad_value: float | None = None,
     scaler: GradScaler | None = None,
+    memory_budget: float | None = None,
     lower: str = "inductor",
     new_shapes: str = "compile",
     variants: int = 8,
@@ -73,6 +74,9 @@ def compile(
         max_grad_value: Clip each element of a gradient to this value.
         scaler: Scales the loss and leaves updates out whose gradients are not finite, inside the
             graph; its ``step()`` and ``update()`` are not to be called.
+        memory_budget: Share of the activations that may be kept for backward, 0 to 1; the others are
+            computed anew there. 1 is what ``torch.compile`` does; None keeps all but those of
+            ``torch.utils.checkpoint``.
         lower: ``"inductor"`` compiles the graph and, on a GPU, replays it as one CUDA graph;
             ``"replay"`` runs the traced operations as they are, bit for bit the eager step.
         new_shapes: What a batch of another shape means, such as a short last one: ``"compile"``
@@ -88,6 +92,8 @@ def compile(
         raise ArgumentError("lower", lower, f"use one of {', '.join(LOWERINGS)}")
     if new_shapes not in NEW_SHAPES:
         raise ArgumentError("new_shapes", new_shapes, f"use one of {', '.join(NEW_SHAPES)}")
+    if memory_budget is not None and not 0 <= memory_budget <= 1:
+        raise ArgumentError("memory_budget", memory_budget, "give a share from 0 to 1, or None")
     if variants < 1:
         raise ArgumentError("variants", variants, "give at least 1")
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
@@ -97,7 +103,9 @@ def compile(
     clipping = Clipping(max_grad_norm, max_grad_value)
     if scaler is not None and not scaler.is_enabled():
         scaler = None
-    options = StepOptions(clipping, lower, scaler, capture=True, report=lambda doing: announce(f"compile: {doing}"))
+    options = StepOptions(
+        clipping, lower, scaler, memory_budget, capture=True, report=lambda doing: announce(f"compile: {doing}")
+    )
     return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
 
 

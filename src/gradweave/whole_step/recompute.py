@@ -1,0 +1,39 @@
+"""Trading time for memory: activations computed anew in backward instead of kept from forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from gradweave.compat import fake_mode, fake_of, rematerialize
+
+AS_TORCH_DOES = 1.0
+"""The budget at which only what costs no time is computed anew, and what the user has marked."""
+
+
+def with_recomputation(
+    forward: GraphModule, inputs: Sequence[torch.Tensor], trainable: Sequence[int], budget: float | None
+) -> Callable[..., Any]:
+    """A forward whose backward computes activations anew, so as to keep to a budget.
+
+    Args:
+        forward: As Dynamo captured it.
+        inputs: Of the forward; not changed.
+        trainable: Which inputs need gradients.
+        budget: Share of the activations that may be kept. None keeps all, unless the model uses
+            activation checkpointing: what is marked there is computed anew, its random numbers
+            being those of the forward.
+    """
+    if budget is None:
+        if not any("checkpoint" in str(node.target) for node in forward.graph.nodes if node.op == "call_function"):
+            return forward
+        budget = AS_TORCH_DOES
+    mode = fake_mode()
+    fakes = [fake_of(mode, x) for x in inputs]
+    for index in trainable:
+        fakes[index].requires_grad_()
+    with torch.enable_grad():
+        return rematerialize(forward, fakes, budget)
