@@ -200,7 +200,8 @@ def is_symbolic(value: Any) -> bool:
 def rematerialize(forward: torch.fx.GraphModule, inputs: list[torch.Tensor], budget: float) -> Callable[..., Any]:
     """A forward with a backward of its own that keeps a share of the activations, by torch's partitioner."""
     from torch._functorch import config
-    from torch._functorch.aot_autograd import aot_module_simplified, make_boxed_func
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def keep(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:  # noqa: ARG001
