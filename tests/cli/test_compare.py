@@ -80,6 +80,17 @@ def test_mistakes_are_one_line_and_status_2(gradweave, arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_batch_that_does_not_fit_is_one_line(gradweave, device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    rows = "1000000000" if device == "cpu" else "60000"
+    status, out, err = gradweave("--model", "resnet18", "--device", device, "--batch", rows, "--steps", "20")
+    assert (status, out) == (2, "")
+    assert f"--batch={rows}: does not fit into memory" in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_missing_gpu_is_named(gradweave):
     status, _, err = gradweave("--device", "cuda")
     assert status == 2

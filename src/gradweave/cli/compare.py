@@ -85,8 +85,10 @@ def compare_command(
                 steps=steps,
                 progress=lambda doing, done: bar.update(task, description=doing, completed=done),
             )
-        except torch.cuda.OutOfMemoryError:
-            raise ArgumentError("--batch", setting.batch, "does not fit into GPU memory; give fewer samples") from None
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise ArgumentError("--batch", setting.batch, "does not fit into memory; give fewer samples") from None
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -121,6 +123,13 @@ def _print(result: Comparison, title: str) -> None:
         if row.label in ("backward", "forward", "auto"):
             console.print(f"{row.label}: {row.description}", highlight=False, markup=False)
     console.print(f"\n{result.verdict}", highlight=False, markup=False)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """A GPU has an error of its own for it; a CPU has a message."""
+    import torch
+
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _cells(row: Result, has_memory: bool) -> list[str]:
