@@ -110,12 +110,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def trace_to_graph(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
-    """Records the ATen operations that a function runs on fake tensors."""
+    """Records the ATen operations that a function runs on fake tensors, with their annotations."""
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
 
     def trace(*args: Any) -> torch.fx.GraphModule:
-        with enable_python_dispatcher():
+        with enable_python_dispatcher(), preserve_node_meta():
             return make_fx(function)(*args)
 
     return trace
@@ -212,6 +213,11 @@ def rematerialize(forward: torch.fx.GraphModule, inputs: list[torch.Tensor], bud
             forward, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
         )
     return split
+
+
+def add_one(tensors: list[torch.Tensor]) -> None:
+    """Adds 1 to each of many tensors, in one go."""
+    torch._foreach_add_(tensors, 1)
 
 
 def compile_with_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

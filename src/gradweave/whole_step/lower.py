@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from gradweave.compat import compile_with_inductor
+from gradweave.compat import add_one, compile_with_inductor
 from gradweave.fusion.stepping import mark_written
 from gradweave.whole_step.packing import SharedState
+from gradweave.whole_step.passes import take_out_counters, updates_at_their_gradients
 from gradweave.whole_step.scalars import split_scalars
 from gradweave.whole_step.trace import TracedStep
 
@@ -27,10 +28,14 @@ class Runnable(Protocol):
 
 
 class Replay:
-    """The traced operations one after the other: bit for bit what the eager step computes."""
+    """The traced operations one after the other: bit for bit what the eager step computes.
+
+    Updates are done as soon as they can, so that gradients need not all be there at once.
+    """
 
     def __init__(self, traced: TracedStep) -> None:
         self._traced = traced
+        updates_at_their_gradients(traced.graph)
 
     def valid(self) -> bool:
         """Always: nothing is kept between steps."""
@@ -66,6 +71,7 @@ class Compiled:
         self._scalars = compile_with_inductor(_flat(split.scalars), [self._numbers, *firsts])
         state = self._optimizer.state()
         self._state = [state[slot] for slot in self._main_state]
+        self._counters = take_out_counters(split.main, traced.inputs)
         self._main = compile_with_inductor(split.main, [*inputs, *self._state, *examples])
 
     def valid(self) -> bool:
@@ -92,6 +98,8 @@ class Compiled:
         firsts = [vector[0] for vector in self._vectors]
         made = self._scalars(self._numbers, *firsts)
         outputs: list[Any] = list(self._main(*inputs, *self._state, *made[len(self._advancing) :]))
+        if self._counters:
+            add_one([inputs[index] for index in self._counters])
         skipped = outputs.pop()[0] > 0 if self._can_skip else None
         for vector, value in zip(self._advancing, made, strict=False):
             vector.copy_(value if skipped is None else torch.where(skipped, vector, value))

@@ -136,8 +136,10 @@ class Program:
         traced = trace_step(
             objective, optimizer, Recipe(options.clipping, sums, update, scaling, scale, skips_counts=not compiles)
         )
-        runnable: Runnable = Replay(traced)
-        if compiles:
+        runnable: Runnable
+        if not compiles:
+            runnable = Replay(traced)
+        else:
             options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
             runnable = compiled = Compiled(traced, self._shared, every)
             if options.capture and optimizer.params[0].is_cuda:

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from gradweave.compat import is_symbolic, trace_to_graph
 from gradweave.whole_step.tensor_forms import FUNCTIONS, IN_PLACE, new_value
-from gradweave.whole_step.trace import TracedStep, is_mutable, root
+from gradweave.whole_step.trace import TracedStep, changed_by, root
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def split_scalars(
 
 
 def _is_changed(state: Node, nodes: Sequence[Node]) -> bool:
-    return any(is_mutable(node) and root(node) is state for node in nodes)
+    return any(root(argument) is state for node in nodes for argument in changed_by(node))
 
 
 def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set[Node]:
@@ -87,11 +87,11 @@ def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set
             if node.op == "call_function" and node.all_input_nodes and all(i in moved for i in node.all_input_nodes):
                 moved.add(node)
         changed = {
-            changed_state
+            root(argument)
             for node in nodes
-            if node.op == "call_function" and node not in moved and is_mutable(node)
-            for changed_state in [root(node)]
-            if changed_state in state
+            if node not in moved
+            for argument in changed_by(node)
+            if root(argument) in state
         }
         if not changed:
             return moved

@@ -7,6 +7,7 @@ hyperparameter an input. Weights, buffers and optimizer state are inputs that it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ from gradweave.compat import (
 from gradweave.errors import GradweaveError
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs, StateSlot
 from gradweave.whole_step.scaling import Scaling, keep_if_found
+
+_PHASE = "gradweave_phase"
 
 
 @dataclass(frozen=True)
@@ -100,14 +103,36 @@ class TracedStep:
         """Which of the inputs before the optimizer's the step changes in place."""
         nodes = self.graph.graph.nodes
         inputs = {node: index for index, node in enumerate(nodes) if node.op == "placeholder"}
-        changed = {root(node) for node in nodes if is_mutable(node)}
+        changed = {root(argument) for node in nodes for argument in changed_by(node)}
         return {index for node, index in inputs.items() if node in changed and index < self.inputs}
 
 
 def is_mutable(node: Any) -> bool:
-    """Whether a node changes its first argument."""
+    """Whether a node changes any of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def changed_by(node: Any) -> list[Node]:
+    """The arguments that a node changes in place."""
+    if not is_mutable(node):
+        return []
+    changed: list[Node] = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            changed += [part for part in (given if isinstance(given, (list, tuple)) else [given]) if part is not None]
+    return changed
+
+
+def phase_of(node: Node) -> str:
+    """Which part of the step a node belongs to: forward, backward, gradients, update, or none."""
+    return str((node.meta.get("custom") or {}).get(_PHASE, ""))
+
+
+def _phase(name: str) -> AbstractContextManager[Any]:
+    """Context in which what is traced belongs to a part of the step."""
+    return torch.fx.traceback.annotate({_PHASE: name})
 
 
 def root(node: Any) -> Any:
@@ -147,18 +172,22 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
     def step(inputs: list[torch.Tensor], state: list[torch.Tensor], numbers: list[Any]) -> list[Any]:
         own, sums, scale = inputs[:first_sum], inputs[first_sum:first_scale], inputs[first_scale:]
         outputs, params, grads = _differentiate(objective, own, scale)
-        _add_up(grads, sums, keep=not recipe.update)
+        with _phase("gradients"):
+            _add_up(grads, sums, keep=not recipe.update)
         outputs = [output.detach() if isinstance(output, torch.Tensor) else output for output in outputs]
         if not recipe.update:
             return outputs
-        found = recipe.scaling.unscale(grads, scale[0]) if recipe.scaling else None
-        norm = _clip(params, grads, recipe.clipping)
+        with _phase("gradients"):
+            found = recipe.scaling.unscale(grads, scale[0]) if recipe.scaling else None
+            norm = _clip(params, grads, recipe.clipping)
         targets = [own[index] for index in objective.trainable]
-        guarded = [*targets, *_guarded_state(optimizer, state, recipe)] if recipe.scaling else []
-        before = [tensor.clone() for tensor in guarded]
-        optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
+        with _phase("update"):
+            guarded = [*targets, *_guarded_state(optimizer, state, recipe)] if recipe.scaling else []
+            before = [tensor.clone() for tensor in guarded]
+            optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
+            if found is not None:
+                keep_if_found(guarded, before, found)
         if recipe.scaling and found is not None:
-            keep_if_found(guarded, before, found)
             recipe.scaling.advance(scale[0], scale[1], found)
         return [*outputs, *(extra for extra in (norm, found) if extra is not None)]
 
@@ -185,13 +214,16 @@ def _differentiate(
 ) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor | None]]:
     """Outputs, trainable parameters, and the gradients of the loss, scaled if there is a scale."""
     leaves = list(inputs)
-    for index in objective.trainable:
-        leaves[index] = inputs[index].detach().requires_grad_()
+    with _phase("forward"):
+        for index in objective.trainable:
+            leaves[index] = inputs[index].detach().requires_grad_()
     params = [leaves[index] for index in objective.trainable]
     with torch.enable_grad():
-        outputs = list(objective.forward(*leaves))
+        with _phase("forward"):
+            outputs = list(objective.forward(*leaves))
         loss = outputs[objective.loss_output]
-        grads = torch.autograd.grad(loss * scale[0] if scale else loss, params, allow_unused=True)
+        with _phase("backward"):
+            grads = torch.autograd.grad(loss * scale[0] if scale else loss, params, allow_unused=True)
     return outputs, params, list(grads)
 
 

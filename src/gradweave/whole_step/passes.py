@@ -1,0 +1,82 @@
+"""Rewrites of a traced step that change where and when something is done, never what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gradweave.whole_step.trace import changed_by, phase_of
+
+
+def updates_at_their_gradients(graph: GraphModule) -> None:
+    """Moves each operation of the update to the first place where what it needs is there.
+
+    A gradient is then used up, and its memory free, while backward goes on. An operation that
+    changes a tensor stays behind everything that reads the tensor as it was.
+    """
+    nodes = list(graph.graph.nodes)
+    update = {node for node in nodes if node.op == "call_function" and phase_of(node) == "update"}
+    place = {node: index for index, node in enumerate(nodes)}
+    read_until: dict[int, int] = {}
+    touched: dict[int, int] = {}
+    written: dict[int, int] = {}
+    earliest: dict[Node, int] = {}
+    for node in nodes:
+        memories = {memory for n in (node, *node.all_input_nodes) if (memory := _memory(n)) is not None}
+        changed = {memory for n in changed_by(node) if (memory := _memory(n)) is not None}
+        if node not in update:
+            read_until.update(dict.fromkeys(memories, place[node]))
+            written.update(dict.fromkeys(changed, place[node]))
+            continue
+        when = max((earliest.get(n, place[n]) for n in node.all_input_nodes), default=place[node])
+        when = max([when, *(written.get(memory, 0) for memory in memories)])
+        for memory in changed:
+            when = max(when, read_until.get(memory, 0), touched.get(memory, 0))
+        written.update(dict.fromkeys(changed, when))
+        for memory in memories:
+            touched[memory] = max(touched.get(memory, 0), when)
+        earliest[node] = when
+    for node in reversed(nodes):
+        if node in update and earliest[node] < place[node]:
+            nodes[earliest[node]].append(node)
+    graph.graph.lint()
+    graph.recompile()
+
+
+def _memory(node: Node) -> int | None:
+    """What names the memory behind a node's value, the same for all views of it."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def take_out_counters(graph: GraphModule, inputs: int) -> list[int]:
+    """Removes inputs of no dimension that the step only adds 1 to, such as BatchNorm's counts of batches.
+
+    As part of a compiled graph each would be a launch of its own; together they are one.
+
+    Args:
+        graph: Of operations; changed.
+        inputs: How many of its inputs to look at.
+
+    Returns:
+        The inputs that the graph no longer adds to, and no longer reads.
+    """
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"][:inputs]
+    counters = [index for index, node in enumerate(placeholders) if _is_counter(node)]
+    for index in counters:
+        graph.graph.erase_node(next(iter(placeholders[index].users)))
+    graph.recompile()
+    return counters
+
+
+def _is_counter(node: Node) -> bool:
+    value: Any = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() > 0 or value.dtype is not torch.int64:
+        return False
+    users: Sequence[Node] = list(node.users)
+    if len(users) != 1 or users[0].users:
+        return False
+    return users[0].target is torch.ops.aten.add_.Tensor and users[0].args == (node, 1) and not users[0].kwargs
