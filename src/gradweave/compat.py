@@ -193,6 +193,11 @@ def as_if_compiling(enabled: bool) -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """What names the memory behind a tensor, the same for all views of it."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a traced value is a number that is known only when the graph runs."""
     return isinstance(value, (torch.SymFloat, torch.SymInt))
@@ -294,5 +299,12 @@ def scaler_tensors(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Te
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Tells schedulers that a step was taken without ``optimizer.step()``."""
+    """Tells schedulers and hooks behind the step that one was taken without ``optimizer.step()``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+    for hook in list(optimizer._optimizer_step_post_hooks.values()):
+        hook(optimizer, (optimizer,), {})
+
+
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    """Whether something is to be called with a parameter's gradient."""
+    return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -63,16 +65,17 @@ class OptimizerInputs:
             for key, value in group.items():
                 if key == "params":
                     continue
-                if type(value) is float:
+                if _is_number(value):
                     self.number_slots.append(NumberSlot(number, key))
-                elif isinstance(value, tuple) and value and all(type(part) is float for part in value):
+                elif isinstance(value, (tuple, list)) and value and all(map(_is_number, value)):
                     self.number_slots += [NumberSlot(number, key, position) for position in range(len(value))]
-                elif isinstance(value, torch.Tensor):
-                    self.number_slots.append(NumberSlot(number, key))
                 else:
-                    constants.append((number, key, value))
+                    constants.append((number, key, copy.deepcopy(value)))
         self.settings = tuple(constants)
+        self._keys = [tuple(group) for group in optimizer.param_groups]
         self._sizes = [len(optimizer.state.get(p, ())) for p in self.params]
+        self._known = self.state()
+        self._kinds = [_kind(tensor) for tensor in self._known]
 
     def fits(self) -> bool:
         """Whether the optimizer still has these parameters, settings and kinds of state."""
@@ -87,10 +90,23 @@ class OptimizerInputs:
         for members, group in zip(self.members, groups, strict=True):
             if [id(p) for p in group["params"] if id(p) in own] != [id(self.params[index]) for index in members]:
                 return False
+        if self._keys != [tuple(group) for group in groups]:
+            return False
         for place, key, value in self.settings:
             holder = state[self.params[place.param]] if isinstance(place, StateSlot) else groups[place]
-            if key not in holder or holder[key] != value:
+            if key not in holder or not _equal(holder[key], value):
                 return False
+        return self._state_fits()
+
+    def _state_fits(self) -> bool:
+        """Whether state tensors that are new are of the kind of those they replace."""
+        slots = zip(self.state_slots, self._kinds, strict=True)
+        for index, (slot, kind) in enumerate(slots):
+            tensor = self.optimizer.state[self.params[slot.param]].get(slot.key)
+            if tensor is not self._known[index]:
+                if not isinstance(tensor, torch.Tensor) or _kind(tensor) != kind:
+                    return False
+                self._known[index] = tensor
         return True
 
     def state(self) -> list[torch.Tensor]:
@@ -121,7 +137,12 @@ class OptimizerInputs:
         written to the tensors it was given.
         """
         stand_in = object.__new__(type(self.optimizer))
-        stand_in.__dict__.update(self.optimizer.__dict__)
+        own_attributes = {name: value for name, value in vars(self.optimizer).items() if name not in _TORCH_ATTRIBUTES}
+        self._check_attributes(own_attributes)
+        for name, value in own_attributes.items():
+            setattr(stand_in, name, copy.copy(value) if isinstance(value, (dict, list, set)) else value)
+        stand_in.defaults = self.optimizer.defaults
+        stand_in._warned_capturable_if_run_uncaptured = True
         stand_in.param_groups = self._groups_with(params, numbers, capturable)
         stand_in.state = defaultdict(dict)
         given = dict(zip(self.state_slots, state, strict=True))
@@ -135,9 +156,24 @@ class OptimizerInputs:
         for then, now in zip(before, stand_in.param_groups, strict=True):
             if any(now[key] is not value for key, value in then.items()):
                 raise self._untraceable("it keeps a count or another number in param_groups")
+        for name, value in vars(stand_in).items():
+            if name in _TORCH_ATTRIBUTES:
+                continue
+            if name not in own_attributes or not _equal(value, own_attributes[name]):
+                raise self._untraceable(f"it keeps something in its attribute {name!r}, outside of its state")
         for index, p in enumerate(params):
             p.grad = None
             self._write_back(index, stand_in.state.get(p, {}), given)
+
+    def _check_attributes(self, attributes: dict[str, Any]) -> None:
+        for name, value in attributes.items():
+            parts = (
+                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+            )
+            if any(isinstance(part, torch.Tensor) for part in parts):
+                raise self._untraceable(f"it keeps a tensor in its attribute {name!r}, outside of its state")
+        if any(not isinstance(key, torch.Tensor) for key in self.optimizer.state):
+            raise self._untraceable("it keeps state that belongs to no parameter")
 
     def _groups_with(
         self, params: Sequence[torch.Tensor], numbers: Sequence[Any], capturable: bool
@@ -154,7 +190,7 @@ class OptimizerInputs:
                 group[slot.key] = number
             else:
                 parts = group[slot.key]
-                group[slot.key] = (*parts[: slot.position], number, *parts[slot.position + 1 :])
+                group[slot.key] = type(parts)((*parts[: slot.position], number, *parts[slot.position + 1 :]))
         return groups
 
     def _write_back(self, index: int, now: dict[str, Any], given: dict[StateSlot, torch.Tensor]) -> None:
@@ -164,7 +200,7 @@ class OptimizerInputs:
             if original is None:
                 if key not in own and value is not None:
                     raise NoStateError(f"{type(self.optimizer).__name__} has no state for a parameter yet")
-                if value is not own.get(key) and value != own.get(key):
+                if not _equal(value, own.get(key)):
                     raise self._untraceable(f"it keeps state[{key!r}] as {type(value).__name__}, not as a tensor")
             elif value is not original:
                 original.copy_(value)
@@ -175,6 +211,33 @@ class OptimizerInputs:
             f"optimizer={name}: its step cannot be traced: {why}; use an optimizer whose step is tensor code, "
             "such as those of torch.optim, or fuse() with the loop of your own"
         )
+
+
+_TORCH_ATTRIBUTES = ("defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a hyperparameter is one that may change from step to step."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, (bool, int))
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values of any kind are the same; tensors only if they are one."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
 class NoStateError(GradweaveError):

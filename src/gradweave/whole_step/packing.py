@@ -109,6 +109,8 @@ class SharedState:
     Attributes:
         sums: The gradients that micro-batches have summed up, by parameter.
         update: Whether the next step is to update, or only to sum up gradients.
+        finish_eagerly: Whether the last step has only summed up gradients, and the update is still to
+            be done, because parameters have gradients that its graph does not know.
         norm: Of all gradients in the last update, where it is computed.
     """
 
@@ -117,6 +119,7 @@ class SharedState:
         self._counts: PackedCounts | None = None
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
         self.update = True
+        self.finish_eagerly = False
         self.norm: torch.Tensor | None = None
 
     def counts(self, params: Sequence[nn.Parameter]) -> PackedCounts:
@@ -142,7 +145,7 @@ class SharedState:
                 held.copy_(p.grad)
         return [self.sums[p] for p in params]
 
-    def show_sums(self, params: Sequence[nn.Parameter], *, visible: bool) -> None:
-        """Lets the user see the sums as ``.grad``, or takes them away."""
+    def show_sums(self, params: Sequence[nn.Parameter]) -> None:
+        """Lets the user see the sums as ``.grad``."""
         for p in params:
-            p.grad = self.sums[p] if visible else None
+            p.grad = self.sums[p]

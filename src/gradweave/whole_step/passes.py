@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gradweave.compat import memory_of
 from gradweave.whole_step.trace import changed_by, phase_of
 
 
@@ -49,7 +50,7 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
 def _memory(node: Node) -> int | None:
     """What names the memory behind a node's value, the same for all views of it."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def take_out_counters(graph: GraphModule, inputs: int) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
+from gradweave.compat import has_gradient_hooks
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import same_objects
 from gradweave.whole_step.capture import Captured
@@ -20,6 +21,7 @@ from gradweave.whole_step.lower import Compiled, Replay, Runnable
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.recompute import with_recomputation
+from gradweave.whole_step.scalars import moved_slots
 from gradweave.whole_step.scaling import Scaling, scaler_inputs
 from gradweave.whole_step.trace import Clipping, Objective, Recipe, TracedStep, trace_step
 
@@ -49,13 +51,33 @@ class StepOptions:
 
 
 @dataclass(frozen=True)
+class _Purpose:
+    """What a step is made for, besides the optimizer's state.
+
+    Attributes:
+        trainable: Which inputs of the forward are updated.
+        summed: Which of these have a sum of gradients already.
+        update: Whether there is an update, or more summing up.
+        scaling: How the loss is scaled.
+    """
+
+    trainable: tuple[int, ...]
+    summed: tuple[int, ...]
+    update: bool
+    scaling: Scaling | None
+
+
+@dataclass(frozen=True)
 class _Made:
     """A step that can be taken, and what it was made for."""
 
-    update: bool
-    trainable: tuple[int, ...]
+    purpose: _Purpose
     traced: TracedStep
     runnable: Runnable
+
+
+_MOST_KEPT = 16
+"""Steps that a program keeps; each time the optimizer's settings change, there is one more."""
 
 
 class Program:
@@ -87,73 +109,89 @@ class Program:
 
     def run(self, *inputs: Any) -> list[Any]:
         """Takes a step, or sums up gradients for the one that does; returns what the forward would."""
-        update = self._shared.update
-        own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        shared, scaler = self._shared, self._options.scaler
+        every = [p for group in self._optimizer.param_groups for p in group["params"]]
+        own = set(map(id, every))
         trainable = tuple(index for index, x in enumerate(inputs) if id(x) in own and x.requires_grad)
         if not trainable:
             raise GradweaveError("the loss depends on no parameter of the optimizer that requires a gradient")
         params = [inputs[index] for index in trainable]
-        sums: list[torch.Tensor] = []
-        if not update or any(p.grad is not None for p in params):
-            sums = self._shared.sums_for(params)
-        every = [*inputs, *sums, *scaler_inputs(self._options.scaler)]
+        _refuse_hooks(params)
+        known = set(map(id, params))
+        strays = any(p.grad is not None and id(p) not in known for p in every)
+        shared.finish_eagerly = shared.update and strays
+        update = shared.update and not strays
+        summed = tuple(index for index, p in enumerate(params) if not update or p.grad is not None)
+        purpose = _Purpose(trainable, summed, update, Scaling.of(scaler) if scaler else None)
+        sums = shared.sums_for([params[index] for index in summed])
         with torch.no_grad():
-            runnable = self._find(trainable, params, len(every), update) or self._make(trainable, inputs, sums, update)
-            outputs = runnable.run(every)
-        if sums:
-            self._shared.show_sums(params, visible=not update)
-        if update:
-            self._shared.norm = outputs.pop() if len(outputs) > self._outputs else None
+            made = self._find(purpose, params) or self._make(purpose, inputs, sums)
+            outputs = made.runnable.run([*inputs, *sums, *scaler_inputs(scaler)])
+        if not update:
+            shared.show_sums([params[index] for index in made.traced.with_gradient])
+            return outputs
+        for index in summed:
+            params[index].grad = None
+        shared.norm = outputs.pop() if len(outputs) > self._outputs else None
         return outputs
 
-    def _find(
-        self, trainable: tuple[int, ...], params: Sequence[nn.Parameter], inputs: int, update: bool
-    ) -> Runnable | None:
-        """A step that was made for these parameters and for the optimizer as it is now."""
+    def _find(self, purpose: _Purpose, params: Sequence[nn.Parameter]) -> _Made | None:
+        """A step that was made for this purpose and for the optimizer as it is now."""
         for made in self._made:
             optimizer = made.traced.optimizer
-            same = (made.update, made.trainable, made.traced.inputs) == (update, trainable, inputs)
-            fits = same and same_objects(params, optimizer.params) and optimizer.fits()
+            fits = made.purpose == purpose and same_objects(params, optimizer.params) and optimizer.fits()
             if fits and made.traced.holds(optimizer.numbers()) and made.runnable.valid():
-                return made.runnable
+                return made
         return None
 
-    def _make(
-        self, trainable: tuple[int, ...], inputs: Sequence[Any], sums: Sequence[torch.Tensor], update: bool
-    ) -> Runnable:
-        options = self._options
-        optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
+    def _make(self, purpose: _Purpose, inputs: Sequence[Any], sums: Sequence[torch.Tensor]) -> _Made:
+        options, trainable = self._options, purpose.trainable
         began = time.perf_counter()
         options.report("tracing the step")
-        scaler = options.scaler
-        scaling, scale = (Scaling.of(scaler) if scaler else None), scaler_inputs(scaler)
-        every = [*inputs, *sums, *scale]
-        compiles = options.lower == "inductor"
-        if compiles:
-            self._shared.counts(optimizer.params)
+        optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
         forward = with_recomputation(self._forward, inputs, trainable, options.memory_budget)
         objective = Objective(forward, inputs, trainable, self._loss_output)
-        traced = trace_step(
-            objective, optimizer, Recipe(options.clipping, sums, update, scaling, scale, skips_counts=not compiles)
-        )
-        runnable: Runnable
-        if not compiles:
-            runnable = Replay(traced)
-        else:
-            options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
-            runnable = compiled = Compiled(traced, self._shared, every)
-            if options.capture and optimizer.params[0].is_cuda:
-                runnable = Captured(compiled, self._fixed(traced, every))
-        self._made = [made for made in self._made if made.runnable.valid()]
-        self._made.append(_Made(update, trainable, traced, runnable))
+        scale = scaler_inputs(options.scaler)
+        recipe = Recipe(options.clipping, sums, purpose.summed, purpose.update, purpose.scaling, scale)
+        made = _Made(purpose, *self._lowered(objective, optimizer, recipe, [*inputs, *sums, *scale]))
+        kept = [one for one in self._made if one.traced.optimizer.fits()]
+        self._made = [*kept[1 - _MOST_KEPT :], made]
         options.report(f"ready after {time.perf_counter() - began:.1f} s")
-        return runnable
+        return made
+
+    def _lowered(
+        self, objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, inputs: Sequence[Any]
+    ) -> tuple[TracedStep, Runnable]:
+        options = self._options
+        if options.lower == "replay":
+            traced = trace_step(objective, optimizer, recipe)
+            return traced, Replay(traced)
+        counts = self._shared.counts(optimizer.params)
+        optimizer = OptimizerInputs(self._optimizer, optimizer.params)
+        if recipe.update and recipe.scaling:
+            trial = trace_step(objective, optimizer, replace(recipe, scaling=None))
+            recipe = replace(recipe, unguarded=moved_slots(trial, counts.classes(optimizer)))
+        traced = trace_step(objective, optimizer, recipe)
+        options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
+        compiled = Compiled(traced, self._shared, inputs)
+        if options.capture and optimizer.params[0].is_cuda:
+            return traced, Captured(compiled, self._fixed(traced, inputs))
+        return traced, compiled
 
     def _fixed(self, traced: TracedStep, inputs: Sequence[Any]) -> list[int]:
         """The inputs that are the model's own, or changed in place: they must be used where they are."""
         own = {id(x) for x in (*self._model.parameters(), *self._model.buffers())}
         changed = traced.changed_inputs()
         return [index for index, x in enumerate(inputs) if id(x) in own or index in changed]
+
+
+def _refuse_hooks(params: Sequence[nn.Parameter]) -> None:
+    for p in params:
+        if has_gradient_hooks(p):
+            raise GradweaveError(
+                f"a parameter of shape {tuple(p.shape)} has a gradient hook, which a graph would leave out; remove it, "
+                "or train with fuse()"
+            )
 
 
 def _outputs(forward: GraphModule) -> Sequence[Any]:

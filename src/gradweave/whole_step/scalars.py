@@ -42,6 +42,28 @@ class SplitStep:
     main_state: tuple[int, ...]
 
 
+def moved_slots(traced: TracedStep, equal: Sequence[Sequence[int]]) -> frozenset[int]:
+    """The state slots that :func:`split_scalars` would take out of the main graph."""
+    return frozenset(slot for members in _classes(traced, equal)[0] for slot in members)
+
+
+def _classes(
+    traced: TracedStep, equal: Sequence[Sequence[int]]
+) -> tuple[tuple[tuple[int, ...], ...], set[Node], list[Node], list[Node]]:
+    """Classes that can be moved as a whole, what moves with them, and the state and number inputs."""
+    nodes = list(traced.graph.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    count = len(traced.optimizer.state_slots)
+    state, numbers = placeholders[traced.inputs :][:count], placeholders[traced.inputs + count :]
+    classes = tuple(map(tuple, equal))
+    while True:
+        moved = _movable(nodes, {state[slot] for members in classes for slot in members}, set(numbers))
+        whole = tuple(members for members in classes if all(state[slot] in moved for slot in members))
+        if whole == classes:
+            return classes, moved, state, numbers
+        classes = whole
+
+
 def split_scalars(
     traced: TracedStep, equal: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> SplitStep:
@@ -54,21 +76,12 @@ def split_scalars(
         device: Of all scalars.
     """
     nodes = list(traced.graph.graph.nodes)
-    placeholders = [node for node in nodes if node.op == "placeholder"]
-    first = traced.inputs
-    count = len(traced.optimizer.state_slots)
-    state, numbers = placeholders[first : first + count], placeholders[first + count :]
-    candidates = {state[slot] for members in equal for slot in members}
-    moved = _movable(nodes, candidates, set(numbers))
-    classes = tuple(tuple(members) for members in equal if all(state[slot] in moved for slot in members))
-    kept = {state[slot] for members in classes for slot in members}
-    if len(kept) < len(candidates & moved):
-        moved = _movable(nodes, kept, set(numbers))
+    classes, moved, state, numbers = _classes(traced, equal)
     members = [[state[slot] for slot in slots] for slots in classes]
     advancing = tuple(index for index, same in enumerate(members) if _is_changed(same[0], nodes))
     scalars, handed_over = _scalar_graph(nodes, moved, members, advancing, numbers, dtype, device)
     main = _main_graph(traced.graph, nodes, moved, handed_over)
-    left = tuple(slot for slot in range(count) if state[slot] not in moved)
+    left = tuple(slot for slot, node in enumerate(state) if node not in moved)
     return SplitStep(scalars, main, classes, advancing, left)
 
 

@@ -57,7 +57,7 @@ def compile(
 
         loss = loss_fn(model, *batch)
         loss.backward()
-        clip_grad_norm_(model.parameters(), max_grad_norm)
+        clip_grad_norm_(parameters_of(optimizer), max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -161,16 +161,18 @@ class Step:
         Returns:
             The loss, or the loss and what ``loss_fn`` returned with it; the tensors are the caller's.
         """
+        if step_pre_hooks(self.optimizer):
+            raise GradweaveError("the optimizer has step hooks, which would not see gradients; remove them")
         if not torch.is_grad_enabled():
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
         batch = self._placed(batch)
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if not self._stepped.issuperset(map(id, params)):
-            return self._stock_step(batch, params)
         shapes = _shapes(batch)
         if self._first_shapes is None:
             self._first_shapes = shapes
-        elif self._new_shapes != "compile" and shapes != self._first_shapes:
+        if not self._stepped.issuperset(map(id, params)):
+            return self._stock_step(batch, params)
+        if self._new_shapes != "compile" and shapes != self._first_shapes:
             if self._new_shapes == "eager":
                 announce(f"compile: a batch of shapes {shapes} runs eagerly")
                 return self._stock_step(batch, params)
@@ -184,9 +186,17 @@ class Step:
             return self._stock_step(batch, params)
         except DynamoError as error:
             raise GradweaveError(self._explain(error)) from error
-        if self._shared.update:
+        if self._shared.finish_eagerly:
+            self._stock_update(params)
+        elif self._shared.update:
             mark_stepped(self.optimizer)
         return loss if more is None else (loss, more)
+
+    def __deepcopy__(self, _: Any) -> Step:
+        raise GradweaveError("a compiled step cannot be copied; copy the model and the optimizer, and compile() them")
+
+    def __reduce__(self) -> Any:
+        raise GradweaveError("a compiled step cannot be saved; save the state dicts of the model and the optimizer")
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
@@ -226,7 +236,8 @@ class Step:
                 return value
             if value.dim() != len(shape) or any(has > want for has, want in zip(value.shape, shape, strict=True)):
                 raise ArgumentError("batch", tuple(value.shape), f'new_shapes="pad" cannot make {tuple(shape)} of it')
-            filled = value.new_full(shape, 0 if value.is_floating_point() else PADDING)
+            fill = PADDING if value.dtype in (torch.int32, torch.int64) else 0
+            filled = value.new_full(shape, fill)
             filled[tuple(slice(size) for size in value.shape)] = value
             return filled
 
@@ -243,8 +254,13 @@ class Step:
         (loss if scaler is None else scaler.scale(loss)).backward(inputs=list(params))
         detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, more)
         result = loss.detach() if more is None else (loss.detach(), detached)
-        if not self._shared.update:
-            return result
+        if self._shared.update:
+            self._stock_update(params)
+        return result
+
+    def _stock_update(self, params: Sequence[nn.Parameter]) -> None:
+        """Clips and updates with the gradients that are there."""
+        scaler = self._options.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         clipping = self._options.clipping
@@ -262,7 +278,6 @@ class Step:
         finally:
             stepped.remove()
         self.optimizer.zero_grad()
-        return result
 
     def _explain(self, error: Exception) -> str:
         if isinstance(error, TooManyVariantsError):
@@ -317,7 +332,9 @@ def _objective(job: _Job) -> Callable[..., tuple[torch.Tensor, Any]]:
 
     def objective(*batch: Any) -> tuple[torch.Tensor, Any]:
         result = job.loss_fn(job.model, *batch)
-        loss, more = result if isinstance(result, tuple) else (result, None)
+        loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise GradweaveError("loss_fn must return a loss of one element, or a tuple of it and anything else")
         with torch.fx.traceback.annotate(LOSS_MARK):
             loss = loss.view(())
         return loss, more

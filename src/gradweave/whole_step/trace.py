@@ -22,11 +22,12 @@ from gradweave.compat import (
     fake_of,
     float_symbol,
     guards_of,
+    memory_of,
     names_of,
     trace_to_graph,
 )
 from gradweave.errors import GradweaveError
-from gradweave.whole_step.optimizer_inputs import OptimizerInputs, StateSlot
+from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.scaling import Scaling, keep_if_found
 
 _PHASE = "gradweave_phase"
@@ -63,21 +64,23 @@ class Recipe:
 
     Attributes:
         clipping: Done before the update.
-        sums: Where earlier micro-batches have summed up gradients, a tensor per parameter; they are
-            added to, and set to zero by an update.
+        sums: Where earlier micro-batches have summed up gradients; they are added to, and set to zero
+            by an update.
+        summed: Which of the trainable parameters these belong to.
         update: Whether the step updates; otherwise it only adds to the sums.
         scaling: How the loss is scaled, if it is.
         scale: The scale and its tracker, likewise.
-        skips_counts: Whether the graph itself leaves 0-dimensional state as it was when an update is
-            skipped; otherwise who runs it has to, by the graph's last output.
+        unguarded: State that the graph does not leave as it was when an update is skipped; who runs
+            it has to, by the graph's last output.
     """
 
     clipping: Clipping
     sums: Sequence[torch.Tensor] = ()
+    summed: tuple[int, ...] = ()
     update: bool = True
     scaling: Scaling | None = None
     scale: Sequence[torch.Tensor] = ()
-    skips_counts: bool = True
+    unguarded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -90,12 +93,14 @@ class TracedStep:
             and whether the update was skipped where it can be.
         optimizer: What the state and the numbers are.
         inputs: How many inputs come before the optimizer's.
+        with_gradient: Which of the trainable parameters the loss depends on.
         holds: Whether the graph is right for other numbers, such as a weight decay that was 0.
     """
 
     graph: GraphModule
     optimizer: OptimizerInputs
     inputs: int
+    with_gradient: frozenset[int]
     can_skip: bool
     holds: Callable[[Sequence[float]], bool]
 
@@ -167,13 +172,15 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
     symbols = [float_symbol(mode, f"number_{index}", value) for index, value in enumerate(optimizer.numbers())]
     names = names_of(symbols)
     inputs = [*objective.inputs, *recipe.sums, *recipe.scale]
+    with_gradient: set[int] = set()
     first_sum, first_scale = len(objective.inputs), len(objective.inputs) + len(recipe.sums)
 
     def step(inputs: list[torch.Tensor], state: list[torch.Tensor], numbers: list[Any]) -> list[Any]:
         own, sums, scale = inputs[:first_sum], inputs[first_sum:first_scale], inputs[first_scale:]
         outputs, params, grads = _differentiate(objective, own, scale)
+        with_gradient.update(index for index, grad in enumerate(grads) if grad is not None)
         with _phase("gradients"):
-            _add_up(grads, sums, keep=not recipe.update)
+            _add_up(grads, dict(zip(recipe.summed, sums, strict=True)), keep=not recipe.update)
         outputs = [output.detach() if isinstance(output, torch.Tensor) else output for output in outputs]
         if not recipe.update:
             return outputs
@@ -182,7 +189,8 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
             norm = _clip(params, grads, recipe.clipping)
         targets = [own[index] for index in objective.trainable]
         with _phase("update"):
-            guarded = [*targets, *_guarded_state(optimizer, state, recipe)] if recipe.scaling else []
+            left = [tensor for slot, tensor in enumerate(state) if slot not in recipe.unguarded]
+            guarded = [*targets, *left] if recipe.scaling else []
             before = [tensor.clone() for tensor in guarded]
             optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
             if found is not None:
@@ -196,17 +204,7 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
     can_skip = recipe.update and recipe.scaling is not None
-    return TracedStep(graph, optimizer, len(inputs), can_skip, guards_of(mode, names))
-
-
-def _guarded_state(optimizer: OptimizerInputs, state: Sequence[torch.Tensor], recipe: Recipe) -> list[torch.Tensor]:
-    """The state that a skipped update must leave alone within the graph."""
-
-    def is_count(place: StateSlot, tensor: torch.Tensor) -> bool:
-        return tensor.dim() == 0 and (optimizer.params[place.param].dim() > 0 or place.key == "step")
-
-    pairs = zip(optimizer.state_slots, state, strict=True)
-    return [tensor for place, tensor in pairs if recipe.skips_counts or not is_count(place, tensor)]
+    return TracedStep(graph, optimizer, len(inputs), frozenset(with_gradient), can_skip, guards_of(mode, names))
 
 
 def _differentiate(
@@ -224,12 +222,28 @@ def _differentiate(
         loss = outputs[objective.loss_output]
         with _phase("backward"):
             grads = torch.autograd.grad(loss * scale[0] if scale else loss, params, allow_unused=True)
-    return outputs, params, list(grads)
+    with _phase("gradients"):
+        return outputs, params, _of_their_own(params, grads)
 
 
-def _add_up(grads: list[torch.Tensor | None], sums: Sequence[torch.Tensor], *, keep: bool) -> None:
+def _of_their_own(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Gradients as ``.grad`` would have them: each with memory of its own, laid out like its parameter."""
+    seen: set[int] = set()
+    own: list[torch.Tensor | None] = []
+    for p, grad in zip(params, grads, strict=True):
+        if grad is None or grad.layout is not torch.strided:
+            own.append(grad)
+            continue
+        memory = memory_of(grad)
+        is_own = memory not in seen and grad.stride() == p.stride()
+        own.append(grad if is_own else torch.empty_like(p).copy_(grad))
+        seen.add(memory)
+    return own
+
+
+def _add_up(grads: list[torch.Tensor | None], sums: dict[int, torch.Tensor], *, keep: bool) -> None:
     """Adds gradients to the sums; unless the sums are kept, they replace the gradients and become zero."""
-    for index, total in enumerate(sums):
+    for index, total in sums.items():
         grad = grads[index]
         if keep and grad is not None:
             total.add_(grad)
