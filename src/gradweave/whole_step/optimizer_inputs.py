@@ -167,13 +167,14 @@ class OptimizerInputs:
 
     def _check_attributes(self, attributes: dict[str, Any]) -> None:
         for name, value in attributes.items():
-            parts = (
-                value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-            )
-            if any(isinstance(part, torch.Tensor) for part in parts):
+            if isinstance(value, torch.Tensor) or _holds_tensors(value):
                 raise self._untraceable(f"it keeps a tensor in its attribute {name!r}, outside of its state")
-        if any(not isinstance(key, torch.Tensor) for key in self.optimizer.state):
-            raise self._untraceable("it keeps state that belongs to no parameter")
+        for key, entry in self.optimizer.state.items():
+            if not isinstance(key, torch.Tensor):
+                raise self._untraceable("it keeps state that belongs to no parameter")
+            for name, value in entry.items():
+                if _holds_tensors(value):
+                    raise self._untraceable(f"it keeps tensors inside of state[{name!r}]")
 
     def _groups_with(
         self, params: Sequence[torch.Tensor], numbers: Sequence[Any], capturable: bool
@@ -221,6 +222,11 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, (bool, int))
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

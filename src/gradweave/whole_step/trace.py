@@ -203,6 +203,11 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
         graph = trace_to_graph(step)(
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
+    if any(root(argument).op == "get_attr" for node in graph.graph.nodes for argument in changed_by(node)):
+        raise GradweaveError(
+            "the step changes a tensor in place that is neither a weight, a buffer, a batch nor the optimizer's state; "
+            "register it as a buffer of the model"
+        )
     can_skip = recipe.update and recipe.scaling is not None
     return TracedStep(graph, optimizer, len(inputs), frozenset(with_gradient), can_skip, guards_of(mode, names))
 
