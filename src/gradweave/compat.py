@@ -298,6 +298,13 @@ def scaler_tensors(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Te
     return scaler._scale, scaler._growth_tracker  # type: ignore[return-value]
 
 
+def compile_lock() -> AbstractContextManager[Any]:
+    """Held while something is traced or compiled, here and by Dynamo: torch keeps that state in globals."""
+    from torch._dynamo.convert_frame import compile_lock as lock
+
+    return lock
+
+
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tells schedulers and hooks behind the step that one was taken without ``optimizer.step()``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from gradweave.compat import has_gradient_hooks
+from gradweave.compat import compile_lock, has_gradient_hooks
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import same_objects
 from gradweave.whole_step.capture import Captured
@@ -125,7 +125,10 @@ class Program:
         purpose = _Purpose(trainable, summed, update, Scaling.of(scaler) if scaler else None)
         sums = shared.sums_for([params[index] for index in summed])
         with torch.no_grad():
-            made = self._find(purpose, params) or self._make(purpose, inputs, sums)
+            made = self._find(purpose, params)
+            if made is None:
+                with compile_lock():
+                    made = self._make(purpose, inputs, sums)
             outputs = made.runnable.run([*inputs, *sums, *scaler_inputs(scaler)])
         if not update:
             shared.show_sums([params[index] for index in made.traced.with_gradient])

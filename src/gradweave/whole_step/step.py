@@ -283,11 +283,12 @@ class Step:
         if isinstance(error, TooManyVariantsError):
             return (
                 f"variants={self._variants}: no more graphs are kept, and this batch or this state of the model needs "
-                'another one; give a larger variants, or new_shapes="pad" or "eager"'
+                'another one; for shapes give a larger variants, or new_shapes="pad" or "eager"; a Python number that '
+                "changes from step to step, in the batch, the model or a closure, must be a tensor"
             )
         return (
-            f"loss_fn cannot be made one graph; take data-dependent Python and .item() out of it, or train with "
-            f"fuse(): {error}"
+            "loss_fn cannot be made one graph: take data-dependent Python and .item() out of it, or train with fuse(); "
+            f"or it failed by itself: {error}"
         )
 
 

@@ -1,0 +1,199 @@
+"""Models and loops that are unlike most: the eager result, or an error."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import gradweave
+from gradweave.errors import GradweaveError
+from gradweave.whole_step import program
+from whole_step.models import adamw, assert_identical, batches, loss_fn, make, train
+
+
+def _counting(function, calls):
+    def counted(*args):
+        calls.append(None)
+        return function(*args)
+
+    return counted
+
+
+class Sum(nn.Module):
+    """Two parameters with one and the same gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Parameter(torch.randn(5, 48)), nn.Parameter(torch.randn(5, 48))
+        self.shift = nn.Parameter(torch.zeros(7))
+
+    def forward(self, x):
+        return F.linear(x, self.one + self.two) + self.shift.sum()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_parameters_with_one_gradient_are_clipped_and_unscaled_once(scaled):
+    def run(lower):
+        model = Sum()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
+        step = None
+        if lower:
+            step = gradweave.compile(model, loss_fn, optimizer, lower=lower, max_grad_norm=0.1, scaler=scaler)
+        for x, y in batches(4):
+            if step:
+                step(x, y)
+                continue
+            scaler.scale(loss_fn(model, x, y)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return model, optimizer, torch.zeros(1)
+
+    assert_identical(run("replay"), run(None))
+
+
+class Heads(nn.Module):
+    """Batches use one of two heads."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(48, 5) for _ in range(2))
+
+    def forward(self, x, which):
+        return self.heads[which](x)
+
+
+def test_micro_batches_that_use_different_parameters():
+    def by_head(model, x, y, which):
+        return F.cross_entropy(model(x, which), y)
+
+    def run(lower):
+        model = Heads()
+        optimizer = adamw(model.parameters())
+        step = gradweave.compile(model, by_head, optimizer, lower=lower, max_grad_norm=1.0) if lower else None
+        for number, (x, y) in enumerate(batches(12)):
+            last = number % 2 == 1
+            if step and last:
+                step(x, y, 1)
+            elif step:
+                with step.no_update():
+                    step(x, y, 0)
+            else:
+                by_head(model, x, y, int(last)).backward()
+                if last:
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model, optimizer, torch.zeros(1)
+
+    assert_identical(run("replay"), run(None))
+
+
+def test_hooks():
+    model = make("mlp")
+    optimizer = adamw(model.parameters())
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(None))
+    step = gradweave.compile(model, loss_fn, optimizer, lower="replay")
+    data = list(batches(4))
+    for x, y in data:
+        step(x, y)
+    assert len(calls) == 4
+    hook = model[0].weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(GradweaveError, match="gradient hook"):
+        step(*data[0])
+    hook.remove()
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(GradweaveError, match="step hooks"):
+        step(*data[0])
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_state_of_another_kind_makes_a_new_graph(lower):
+    def each(number, model, optimizer):
+        if number == 3:
+            for entry in optimizer.state.values():
+                entry["exp_avg_sq"] = entry["exp_avg_sq"].double()
+
+    made, expected = train("mlp", lower, each=each), train("mlp", each=each)
+    torch.testing.assert_close(made[2], expected[2], rtol=1e-5, atol=0)
+
+
+def test_numpy_rates_need_one_graph(monkeypatch):
+    numpy = pytest.importorskip("numpy")
+    made = []
+    monkeypatch.setattr(program, "trace_step", _counting(program.trace_step, made))
+
+    def each(number, model, optimizer):
+        optimizer.param_groups[0]["lr"] = numpy.float64(0.01 / (1 + number))
+
+    assert_identical(train("mlp", "replay", each=each), train("mlp", each=each))
+    assert len(made) == 1
+
+
+def test_a_step_is_neither_copied_nor_saved():
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()))
+    with pytest.raises(GradweaveError, match="cannot be copied"):
+        copy.deepcopy(step)
+    with pytest.raises(GradweaveError, match="cannot be saved"):
+        pickle.dumps(step)
+
+
+def test_a_loss_of_many_elements_is_refused():
+    model = make("mlp")
+    step = gradweave.compile(model, lambda model, x, y: model(x), adamw(model.parameters()))
+    with pytest.raises(GradweaveError, match="one element"):
+        step(*next(batches(1)))
+
+
+@pytest.mark.parametrize("kind", ["zero-dimensional state", "asgd"])
+def test_scaling_skips_all_state_of_a_compiled_step(kind):
+    class Scalar(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(48, 5)
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x):
+            return self.inner(x) * self.scale
+
+    class Normalised(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    size = self.state[p].setdefault("size", torch.ones(()))
+                    size.mul_(0.9).add_(p.grad.norm(), alpha=0.1)
+                    p.sub_(p.grad / size, alpha=group["lr"])
+
+    def run(lower):
+        model = Scalar()
+        optimizer = Normalised(model.parameters()) if kind != "asgd" else optim.ASGD(model.parameters(), t0=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        step = gradweave.compile(model, loss_fn, optimizer, lower=lower, scaler=scaler) if lower else None
+        for number, (x, y) in enumerate(batches(7)):
+            x = x * float("inf") if number == 4 else x
+            if step:
+                step(x, y)
+                continue
+            scaler.scale(loss_fn(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [*model.parameters(), *(v for e in optimizer.state.values() for v in e.values())]
+
+    for mine, theirs in zip(run("inductor"), run(None), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,107 @@
+"""Optimizers of users' own: tensor code is traced, everything else refused."""
+
+import pytest
+import torch
+from torch import optim
+
+from gradweave.errors import GradweaveError
+from whole_step.models import assert_identical, train
+
+
+class CountsInGroup(optim.SGD):
+    """Keeps a count where it cannot be traced."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class CountsAsInt(optim.Optimizer):
+    """Keeps a Python number in its state."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"] / state["count"])
+
+
+class Replaces(optim.Optimizer):
+    """Puts new tensors into its state in the place of the old ones."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "decay": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                mean = state.get("mean", torch.zeros_like(p))
+                state["mean"] = group["decay"] * mean + p.grad
+                p.sub_(state["mean"], alpha=group["lr"])
+
+
+class CountsInAttribute(Replaces):
+    """Keeps a count outside of its state."""
+
+    def step(self, closure=None):
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+class TensorAttribute(Replaces):
+    """Keeps a tensor outside of its state."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.count = torch.zeros(())
+
+    def step(self, closure=None):
+        self.count.add_(1)
+        return super().step(closure)
+
+
+class Nested(optim.Optimizer):
+    """Keeps tensors in a list in its state."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = self.state[p].setdefault("held", [torch.zeros_like(p)])
+                p.sub_(held[0].mul_(0.9).add_(p.grad), alpha=group["lr"])
+
+
+class StateOfNobody(Replaces):
+    """Keeps state under a name."""
+
+    def step(self, closure=None):
+        self.state["all"].setdefault("count", torch.zeros(())).add_(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [CountsInGroup, CountsAsInt, CountsInAttribute, TensorAttribute, Nested, StateOfNobody]
+)
+def test_optimizers_that_keep_something_elsewhere_are_refused(optimizer):
+    make_it = (lambda p: optimizer(p, lr=0.1)) if optimizer is CountsInGroup else optimizer
+    with pytest.raises(GradweaveError, match=r"cannot be traced.*use an optimizer"):
+        train("mlp", "replay", make_it)
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_a_custom_optimizer_of_tensor_code(lower):
+    made, expected = train("mlp", lower, Replaces), train("mlp", None, Replaces)
+    torch.testing.assert_close(made[2], expected[2], rtol=1e-6, atol=0)
+    if lower == "replay":
+        assert_identical(made, expected)
