@@ -196,15 +196,21 @@ def measure_memory(path: Path) -> None:
     append(path, rows)
 
 
-def draw(path: Path) -> None:
-    """Bars of speed-up over the baseline, a panel per figure."""
+def draw(path: Path, *, baseline: str = "fused", over: str = "the stock fused (or foreach) optimizer") -> None:
+    """Bars of speed-up over the baseline, a group per case."""
     from matplotlib.figure import Figure
 
-    rows = [row for row in read(path) if row["mode"] != "fused"]
+    rows = [row for row in read(path) if row["mode"] != baseline]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     figure = Figure(figsize=(10, 0.24 * len(rows) + 1.2), dpi=130, layout="constrained")
     axes = figure.subplots()
-    colours = {"backward": "#228833", "forward": "#4477aa", "auto": "#ee7733"}
+    colours = {
+        "backward": "#228833",
+        "forward": "#4477aa",
+        "auto": "#ee7733",
+        "step": "#228833",
+        "step_clip": "#66aa55",
+    }
     place, ticks, labels = 0.0, [], []
     for case in cases:
         for row in (r for r in rows if r["case"] == case):
@@ -213,14 +219,14 @@ def draw(path: Path) -> None:
             spread = [[max(0, value - low)], [max(0, high - value)]]
             axes.errorbar(value, place, xerr=spread, color="black", linewidth=0.8, capsize=2)
             ticks.append(place)
-            labels.append(f"{case.partition(': ')[2]}  {row['mode']}")
+            labels.append(f"{case.rpartition(': ')[2]}  {row['mode']}")
             place += 1
         place += 0.6
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(ticks, labels=labels, fontsize=7)
     axes.invert_yaxis()
     where = f"{rows[0]['device']}, torch {rows[0]['torch']}"
-    axes.set_xlabel(f"speed-up over the stock fused (or foreach) optimizer, 95% interval; {where}")
+    axes.set_xlabel(f"speed-up over {over}, 95% interval; {where}")
     figure.savefig(path.with_suffix(".png"))
 
 

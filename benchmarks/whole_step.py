@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import gradweave
-from fusion import append, read
+from fusion import append, draw, read
 from gradweave.compare.data import token_sequences
 from gradweave.compare.run import environment
 from gradweave.compare.statistics import paired_ratio, percentiles
@@ -221,13 +221,16 @@ def profile(workload: Workload, variant: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "profile"))
+    parser.add_argument("what", choices=("time", "profile", "draw"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--workload")
     parser.add_argument("--variant", default="step")
     parser.add_argument("--variants", help="only these, with commas between them")
     arguments = parser.parse_args()
+    if arguments.what == "draw":
+        draw(arguments.results, baseline=BASELINE, over='torch.compile(mode="reduce-overhead") and a fused optimizer')
+        return
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high")
