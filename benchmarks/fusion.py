@@ -226,7 +226,7 @@ def draw(path: Path, *, baseline: str = "fused", over: str = "the stock fused (o
     axes.set_yticks(ticks, labels=labels, fontsize=7)
     axes.invert_yaxis()
     where = f"{rows[0]['device']}, torch {rows[0]['torch']}"
-    axes.set_xlabel(f"speed-up over {over}, 95% interval; {where}")
+    axes.set_xlabel(f"speed-up over {over}\n95% interval; {where}")
     figure.savefig(path.with_suffix(".png"))
 
 
