@@ -6,4 +6,4 @@ from gradweave.fusion import buckets
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch):
     """Buckets so small that the tests' nets have several of them."""
-    monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", 300)
+    monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", {"forward": 300, "backward": 300})

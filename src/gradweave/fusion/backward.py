@@ -158,7 +158,7 @@ class BackwardEngine:
     def _arm(self) -> None:
         """The watched step is over: from now on buckets are updated in backward."""
         self._remove_hooks()
-        self.buckets = make_buckets(self.optimizer, self._watched, _MOST_BUCKETS)
+        self.buckets = make_buckets(self.optimizer, self._watched, _MOST_BUCKETS, "backward")
         self._watched = {}
         self._watching = False
         for bucket in self.buckets:

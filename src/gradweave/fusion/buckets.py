@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-CPU_BUCKET_BYTES = 4 * 2**20
-"""About what a core's cache holds: the update finds its gradients there."""
+CPU_BUCKET_BYTES = {"forward": 4 * 2**20, "backward": 64 * 2**20}
+"""In forward about what a core's cache holds: the layer finds its new weights there. In backward each change from
+matrix products to an update and back costs the threads a good part of a millisecond, so there are few."""
 CUDA_BUCKET_BYTES = 64 * 2**20
 """Least bytes for which the host's part of an update is worth paying once more."""
 
@@ -34,12 +35,18 @@ class Bucket:
         return sum(p.numel() * p.element_size() for p in self.params)
 
 
-def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int) -> list[Bucket]:
+def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int, mode: str) -> list[Bucket]:
     """Fills buckets with an optimizer's parameters in the given order.
 
     A bucket is closed when it holds the least bytes that are worth an update of their own and, on
     a GPU, its share of ``most`` buckets; and before a parameter on another device. Parameters that
     the order leaves out are in no bucket.
+
+    Args:
+        optimizer: Whose parameters.
+        order: Of their use.
+        most: How many buckets on a GPU.
+        mode: ``"forward"`` or ``"backward"``.
     """
     order = list(dict.fromkeys(order))
     total = sum(p.numel() * p.element_size() for p in order)
@@ -69,7 +76,7 @@ def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int)
         filling.append(p)
         size += p.numel() * p.element_size()
         on_cpu = p.device.type == "cpu"
-        if size >= (CPU_BUCKET_BYTES if on_cpu else max(CUDA_BUCKET_BYTES, total // most)):
+        if size >= (CPU_BUCKET_BYTES[mode] if on_cpu else max(CUDA_BUCKET_BYTES, total // most)):
             close()
     close()
     return buckets

@@ -221,7 +221,7 @@ class ForwardEngine:
         self._learning = []
         self._known = params
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
-        self.buckets = make_buckets(self.optimizer, [*self._used, *params], _MOST_BUCKETS)
+        self.buckets = make_buckets(self.optimizer, [*self._used, *params], _MOST_BUCKETS, "forward")
         self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
         for p in params:
             if id(p) not in self._guards:
