@@ -8,6 +8,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import gradweave
+from gradweave.whole_step.capture import Captured
 from whole_step.models import MODELS, batches, loss_fn, make
 
 pytestmark = [
@@ -119,3 +120,42 @@ def test_dropout_is_fresh_in_every_replay_and_follows_the_seed():
     assert len(first.unique()) == 8
     assert torch.equal(first, losses(3))
     assert not torch.equal(first[1:], losses(4)[1:])
+
+
+class Running(nn.Module):
+    """Replaces a buffer in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(48, 5)
+        self.register_buffer("mean", torch.zeros(48))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.inner(x - self.mean)
+
+
+def test_a_buffer_that_is_replaced_is_not_captured_anew_each_time(monkeypatch):
+    captures = []
+    capture = Captured._capture
+    monkeypatch.setattr(Captured, "_capture", lambda self, inputs: (captures.append(None), capture(self, inputs)))
+
+    def train(compiled):
+        model = Running().cuda()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        step = gradweave.compile(model, loss_fn, optimizer) if compiled else None
+        losses = []
+        for x, y in batches(10):
+            x, y = x.cuda(), y.cuda()
+            if step:
+                losses.append(step(x, y))
+                continue
+            losses.append(loss_fn(model, x, y))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(losses).detach()
+
+    torch.testing.assert_close(train(True), train(False), rtol=2e-5, atol=0)
+    assert 1 <= len(captures) <= 2

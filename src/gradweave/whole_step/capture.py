@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,14 @@ class Captured:
     Args:
         step: What to capture.
         fixed: Which inputs are read and written where they are; the others are copied.
+        changed: Which of these are written: the others are copied, too, once they are found to move, as
+            does a buffer that every forward replaces.
     """
 
-    def __init__(self, step: Compiled, fixed: Sequence[int]) -> None:
+    def __init__(self, step: Compiled, fixed: Collection[int], changed: Collection[int]) -> None:
         self._step = step
         self._fixed = set(fixed)
+        self._changed = set(changed)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._taken = 0
         self._static: list[Any] = []
@@ -44,7 +47,11 @@ class Captured:
         if self._taken < WARM_UP_STEPS:
             self._taken += 1
             return self._step.run(inputs)
-        if self._graph is None or self._moved(inputs):
+        if self._graph is not None and self._moved(inputs):
+            now = self._locate(inputs)
+            self._fixed -= {i for i in now if now[i] != self._addresses[i] and i not in self._changed}
+            self._graph = None
+        if self._graph is None:
             self._capture(inputs)
         self._step.prepare()
         for index, (static, given) in enumerate(zip(self._static, inputs, strict=True)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -178,13 +178,13 @@ class Program:
         options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
         compiled = Compiled(traced, self._shared, inputs)
         if options.capture and optimizer.params[0].is_cuda:
-            return traced, Captured(compiled, self._fixed(traced, inputs))
+            changed = traced.changed_inputs()
+            return traced, Captured(compiled, self._fixed(changed, inputs), changed)
         return traced, compiled
 
-    def _fixed(self, traced: TracedStep, inputs: Sequence[Any]) -> list[int]:
+    def _fixed(self, changed: Collection[int], inputs: Sequence[Any]) -> list[int]:
         """The inputs that are the model's own, or changed in place: they must be used where they are."""
         own = {id(x) for x in (*self._model.parameters(), *self._model.buffers())}
-        changed = traced.changed_inputs()
         return [index for index, x in enumerate(inputs) if id(x) in own or index in changed]
 
 
