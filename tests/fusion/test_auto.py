@@ -37,7 +37,8 @@ def clock(monkeypatch, seconds):
     def tick(self):
         nonlocal now
         if self._step == auto.WARM_UP_STEPS + auto.TIMED_STEPS:
-            now += seconds[self._schedule[0]]
+            taken = seconds[self._schedule[0]]
+            now += taken[len(self._times[self._schedule[0]])] if isinstance(taken, list) else taken
         return now
 
     monkeypatch.setattr(auto.AutoEngine, "_now", tick)
@@ -49,7 +50,8 @@ def clock(monkeypatch, seconds):
         ({"stock": 1.0, "forward": 0.9, "backward": 0.95}, "forward"),
         ({"stock": 1.0, "forward": 0.95, "backward": 0.9}, "backward"),
         ({"stock": 1.0, "forward": 0.9, "backward": 0.905}, "backward"),
-        ({"stock": 1.0, "forward": 0.995, "backward": 1.1}, "stock"),
+        ({"stock": 1.0, "forward": 0.98, "backward": 1.1}, "stock"),
+        ({"stock": 1.0, "forward": [0.9, 1.01, 0.9], "backward": 1.1}, "stock"),
         ({"stock": 1.0, "forward": 1.2, "backward": 1.1}, "stock"),
     ],
 )

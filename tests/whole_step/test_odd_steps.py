@@ -197,3 +197,90 @@ def test_scaling_skips_all_state_of_a_compiled_step(kind):
 
     for mine, theirs in zip(run("inductor"), run(None), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def changed_in_a_list(number, model, optimizer):
+    optimizer.param_groups[0]["betas"][0] = 0.9 - 0.1 * number
+
+
+def changed_key(number, model, optimizer):
+    if number == 3:
+        optimizer.param_groups[0]["trust"] = 0.1
+
+
+class Trusting(optim.SGD):
+    """Reads a key that may not be there."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(group.get("trust", 1.0))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make_optimizer", "each"),
+    [
+        (lambda p: optim.NAdam(p, lr=1e-2, betas=[0.9, 0.99]), changed_in_a_list),
+        (lambda p: Trusting(p, lr=0.1), changed_key),
+    ],
+    ids=["list", "new key"],
+)
+def test_hyperparameters_in_lists_and_under_new_keys(make_optimizer, each):
+    made, expected = (train("mlp", lower, make_optimizer, each=each) for lower in ("replay", None))
+    assert torch.equal(made[2], expected[2])
+    for mine, theirs in zip(made[0].parameters(), expected[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_scaler_that_is_loaded_anew():
+    model = make("mlp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", scaler=scaler)
+    data = list(batches(4))
+    step(*data[0])
+    step(*data[1])
+    scaler.load_state_dict({**scaler.state_dict(), "growth_interval": 1, "growth_factor": 4.0, "_growth_tracker": 0})
+    step(*data[2])
+    assert scaler.get_scale() == 32.0
+
+
+def test_padding_leaves_masks_false():
+    def masked(model, x, mask):
+        return (model(x).square().mean(1) * mask).sum() / mask.sum()
+
+    model = make("mlp")
+    optimizer = adamw(model.parameters())
+    step = gradweave.compile(model, masked, optimizer, lower="replay", new_shapes="pad")
+    x, _ = next(batches(1))
+    step(x, torch.ones(6, dtype=torch.bool))
+    step(x, torch.ones(6, dtype=torch.bool))
+    expected = masked(model, x[:4], torch.ones(4, dtype=torch.bool)).detach()
+    torch.testing.assert_close(step(x[:4], torch.ones(4, dtype=torch.bool)), expected)
+
+
+@pytest.mark.parametrize("edit", ["replaced", "other step"])
+def test_gradients_of_others_between_micro_batches_count(edit):
+    def run(lower):
+        model = make("mlp")
+        optimizer = adamw(model.parameters())
+        steps = [gradweave.compile(model, loss_fn, optimizer, lower=lower) for _ in range(2)] if lower else []
+        for number, (x, y) in enumerate(batches(8)):
+            last = number % 2 == 1
+            step = steps[last and edit == "other step"] if steps else None
+            if last and edit == "replaced":
+                for p in model.parameters():
+                    p.grad = p.grad * 0.5
+            if step and last:
+                step(x, y)
+            elif step:
+                with step.no_update():
+                    step(x, y)
+            else:
+                loss_fn(model, x, y).backward()
+                if last:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return model, optimizer, torch.zeros(1)
+
+    assert_identical(run("replay"), run(None))

@@ -20,8 +20,11 @@ from gradweave.fusion.observe import LoopObserver
 WARM_UP_STEPS = 2
 TIMED_STEPS = 4
 ROUNDS = 3
-WORTH_IT = 0.99
-"""A mode must take at most this share of stock order's time to be kept."""
+WORTH_IT = 0.97
+"""A mode must take at most this share of stock order's time to be kept, and less than it in every round: on a busy
+machine one round of four steps says little."""
+_AS_GOOD = 0.99
+"""Backward is preferred, since it saves memory, if it is slower than forward by no more than this."""
 
 
 class AutoEngine:
@@ -158,8 +161,9 @@ class AutoEngine:
         typical = {name: median(times) for name, times in self._times.items()}
         fused = {name: seconds for name, seconds in typical.items() if name != "stock"}
         best = min(fused, key=fused.__getitem__)
-        if "backward" in fused and fused["backward"] * WORTH_IT <= fused[best]:
+        if "backward" in fused and fused["backward"] * _AS_GOOD <= fused[best]:
             best = "backward"
-        self.chosen = best if fused[best] <= WORTH_IT * typical["stock"] else "stock"
+        always = all(a < b for a, b in zip(self._times[best], self._times["stock"], strict=True))
+        self.chosen = best if always and fused[best] <= WORTH_IT * typical["stock"] else "stock"
         self._use(self.chosen)
         announce(f"fuse: {self.describe()}")
