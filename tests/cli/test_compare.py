@@ -80,10 +80,11 @@ def test_mistakes_are_one_line_and_status_2(gradweave, arguments, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_a_batch_that_does_not_fit_is_one_line(gradweave, device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     rows = "1000000000000" if device == "cpu" else "60000"
     status, out, err = gradweave("--model", "resnet18", "--device", device, "--batch", rows, "--steps", "20")
     assert (status, out) == (2, "")
