@@ -79,7 +79,6 @@ def test_mistakes_are_one_line_and_status_2(gradweave, arguments, message):
     assert message in err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -92,6 +91,7 @@ def test_a_batch_that_does_not_fit_is_one_line(gradweave, device):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_missing_gpu_is_named(gradweave):
     status, _, err = gradweave("--device", "cuda")
     assert status == 2
