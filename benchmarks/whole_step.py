@@ -1,202 +1,192 @@
-"""``gradweave.compile`` against what torch offers: whole training steps, interleaved in one process.
+"""``gradweave.compile`` against what torch and JAX offer: whole training steps.
 
-    python benchmarks/whole_step.py time --results benchmarks/results/whole-step-h200.csv --minutes 8
+    python benchmarks/whole_step.py time --results benchmarks/results/whole-step-h200.csv
+    python benchmarks/whole_step.py start --results benchmarks/results/whole-step-start-h200.csv
+    python benchmarks/whole_step.py curves --text some.txt --results benchmarks/results/whole-step-curves-h200.csv
     python benchmarks/whole_step.py profile --workload gpt2-2x1024
     python benchmarks/whole_step.py draw --results benchmarks/results/whole-step-h200.csv
 
+Each variant has a process of its own, so that none shares memory pools or caches with another. All of
+them make themselves ready at once; then they take turns, a few steps at a time, one at a time.
 Workloads that the results already hold are left out, so that a table can be filled in several runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional
+from step_variants import CUDA, WORKLOADS, Workload, make_variant
 
-import gradweave
 from fusion import append, draw, read
-from gradweave.compare.data import token_sequences
 from gradweave.compare.run import environment
 from gradweave.compare.statistics import paired_ratio, percentiles
-from gradweave.zoo import GPT
 
 BASELINE = "compile_ro"
 ROUNDS, STEPS = 9, 20
 CHECKED_STEPS = 10
-CUDA = torch.device("cuda")
+MEGABYTE = 1 << 20
+FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12
+"""What an H200 was measured to do."""
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model and its batches, the same for all variants."""
-
-    name: str
-    make_model: Callable[[], nn.Module]
-    make_batch: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
-    optimizer: str
-    flops: float
-    variants: tuple[str, ...]
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(0)
-        return self.make_model().to(CUDA)
-
-    def batches(self, count: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        generator = torch.Generator().manual_seed(0)
-        return [tuple(x.to(CUDA) for x in self.make_batch(generator)) for _ in range(count)]  # type: ignore[misc]
+def use_fast_settings() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
 
 
-def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cuda", torch.bfloat16):
-        output = model(x)
-    return functional.cross_entropy(output.flatten(0, -2).float(), y.flatten())
+class Child:
+    """A process that takes the steps of one variant."""
+
+    def __init__(self, workload: str, variant: str, **environment: str) -> None:
+        self.workload, self.variant = workload, variant
+        command = [sys.executable, __file__, "child", "--workload", workload, "--variant", variant]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            self._log.seek(0)
+            raise SystemExit(f"{self.workload} {self.variant} failed:\n{self._log.read()[-3000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self) -> dict[str, Any]:
+        """Has the child take a round of steps."""
+        self._process.stdin.write("round\n")  # type: ignore[union-attr]
+        self._process.stdin.flush()  # type: ignore[union-attr]
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait(timeout=60)
 
 
-def tokens(rows: int) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
-    def make(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        made = token_sequences(rows, 1025, 50304, generator)
-        return made[:, :-1].contiguous(), made[:, 1:].contiguous()
-
-    return make
-
-
-def images(count: int) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
-    def make(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(count, 3, 224, 224, generator=generator).contiguous(memory_format=torch.channels_last)
-        return x, torch.randint(0, 1000, (count,), generator=generator)
-
-    return make
-
-
-def from_torchvision(name: str) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import torchvision
-
-        model: nn.Module = torchvision.models.get_model(name)
-        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-    return make
-
-
-_ALL = ("eager", "compile_ro", "graph_compile", "step", "step_clip")
-WORKLOADS = [
-    Workload("gpt2-2x1024", GPT, tokens(2), "adamw", 6 * 124e6 * 2048 + 12 * 12 * 768 * 1024 * 2048, _ALL),
-    Workload("mobilenet_v2-32", from_torchvision("mobilenet_v2"), images(32), "adamw", 3 * 2 * 0.3e9 * 32, _ALL),
-    Workload("resnet50-32", from_torchvision("resnet50"), images(32), "sgd", 3 * 2 * 4.09e9 * 32, _ALL),
-    Workload("gpt2-8x1024", GPT, tokens(8), "adamw", 4 * (6 * 124e6 * 2048 + 12 * 12 * 768 * 1024 * 2048), _ALL[1:]),
-]
-
-
-def make_optimizer(name: str, model: nn.Module, **form: bool) -> torch.optim.Optimizer:
-    if name == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=1e-4, **form)
-    form.pop("capturable", None)
-    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, **form)
-
-
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-def make_variant(name: str, workload: Workload) -> Callable[[Batch], torch.Tensor]:
-    """A function that takes one training step."""
-    model = workload.model().train()
-    if name.startswith("step"):
-        optimizer = make_optimizer(workload.optimizer, model)
-        step = gradweave.compile(model, loss_of, optimizer, max_grad_norm=1.0 if name == "step_clip" else None)
-        return lambda batch: step(*batch)
-    capturable = name == "graph_compile"
-    form = {"foreach": True} if name == "eager" else {"fused": True, "capturable": capturable}
-    optimizer = make_optimizer(workload.optimizer, model, **form)
-    mode = {"compile_ro": "reduce-overhead", "graph_compile": "default"}.get(name)
-    forward = model if mode is None else torch.compile(model, mode=mode)
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(forward, x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return captured(train) if capturable else lambda batch: train(*batch)
-
-
-def captured(train: Callable[..., torch.Tensor]) -> Callable[[Batch], torch.Tensor]:
-    """The whole step in one CUDA graph, captured at the fourth call."""
-    static: list[torch.Tensor] = []
-    graph = torch.cuda.CUDAGraph()
-    result: list[torch.Tensor] = []
-    calls = 0
-
-    def call(batch: Batch) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls <= 3:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                loss = train(*batch)
-            torch.cuda.current_stream().wait_stream(side)
-            return loss
-        if not result:
-            static.extend(x.clone() for x in batch)
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                result.append(train(*static))
-        for there, x in zip(static, batch, strict=True):
-            there.copy_(x)
-        graph.replay()
-        return result[0].clone()
-
-    return call
-
-
-def measure(workload: Workload) -> list[dict[str, object]]:
+def run_child(workload: Workload, variant: str) -> None:
+    """Makes a variant ready, says so, and takes a round of steps for each line that comes in."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    began = time.perf_counter()
+    torch.cuda.init()
     batches = workload.batches()
-    calls: dict[str, Callable[[Batch], torch.Tensor]] = {}
-    losses: dict[str, list[float]] = {}
-    seconds: dict[str, float] = {}
-    for name in workload.variants:
+    call = make_variant(variant, workload)
+    wait: Callable[[], Any] = getattr(call, "wait", torch.cuda.synchronize)
+    losses = [float(call(batches[0]))]
+    eager_peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    losses += [float(call(batches[i % 4])) for i in range(1, CHECKED_STEPS)]
+    wait()
+    ready = {"losses": losses, "seconds": time.perf_counter() - began}
+    peaks = {"first_step_peak": eager_peak, "peak": torch.cuda.max_memory_allocated()}
+    print(json.dumps({**ready, **peaks}), file=answers)
+    for _ in sys.stdin:
+        wait()
         began = time.perf_counter()
-        calls[name] = make_variant(name, workload)
-        losses[name] = [calls[name](batches[i % 4]).item() for i in range(CHECKED_STEPS)]
-        torch.cuda.synchronize()
-        seconds[name] = time.perf_counter() - began
-        print(f"  {name}: ready after {seconds[name]:.1f} s, loss {losses[name][-1]:.5f}", flush=True)
-    order = [*workload.variants, BASELINE + " (again)"]
+        for index in range(STEPS):
+            call(batches[index % 4])
+        wait()
+        print(json.dumps({"ms": 1e3 * (time.perf_counter() - began) / STEPS}), file=answers)
+
+
+def measure(workload: Workload, children: dict[str, Child]) -> list[dict[str, object]]:
+    """Has the variants of a workload take turns."""
+    ready = {name: child.answer() for name, child in children.items()}
+    order = [*children, BASELINE + " (again)"]
     times: dict[str, list[float]] = {name: [] for name in order}
+    for child in children.values():
+        child.ask()
     for number in range(ROUNDS):
         for name in order[number % len(order) :] + order[: number % len(order)]:
-            call = calls[name.removesuffix(" (again)")]
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for index in range(STEPS):
-                call(batches[index % 4])
-            torch.cuda.synchronize()
-            times[name].append((time.perf_counter() - began) / STEPS)
+            times[name].append(children[name.removesuffix(" (again)")].ask()["ms"])
     rows: list[dict[str, object]] = []
+    expected = ready[BASELINE]["losses"]
     for name in order:
-        own = name.removesuffix(" (again)")
-        low, middle, high = percentiles([1e3 * t for t in times[name]])
+        own = ready[name.removesuffix(" (again)")]
+        low, middle, high = percentiles(times[name])
         ratio = paired_ratio(times[BASELINE], times[name])
-        first = losses[workload.variants[0]]
-        off = max(abs(a - b) / abs(a) for a, b in zip(first, losses[own], strict=True))
+        off = max(abs(a - b) / abs(a) for a, b in zip(expected, own["losses"], strict=True))
+        floors = workload.flops / FLOPS_PER_SECOND, workload.update_bytes / BYTES_PER_SECOND
         rows.append(
             {
                 "case": workload.name, "mode": name, "ms_20": f"{low:.4f}", "ms_50": f"{middle:.4f}",
                 "ms_80": f"{high:.4f}", "speedup": f"{ratio.value:.4f}", "speedup_low": f"{ratio.low:.4f}",
-                "speedup_high": f"{ratio.high:.4f}", "start_seconds": f"{seconds[own]:.1f}",
+                "speedup_high": f"{ratio.high:.4f}", "peak_mib": f"{own['peak'] / MEGABYTE:.0f}",
+                "first_step_peak_mib": f"{own['first_step_peak'] / MEGABYTE:.0f}",
                 "largest_relative_loss_difference": f"{off:.2e}", "against": BASELINE,
-                "floor_ms": f"{1e3 * workload.flops / 790e12:.3f}", **environment(CUDA),
+                "flops_floor_ms": f"{1e3 * floors[0]:.3f}", "update_floor_ms": f"{1e3 * floors[1]:.3f}",
+                **environment(CUDA),
             }
         )  # fmt: skip
         print(f"   {name:20s} {middle:8.3f} ms  {ratio}  losses within {off:.1e}", flush=True)
     return rows
+
+
+def measure_times(workloads: list[Workload], variants: list[str] | None, results: Path) -> None:
+    everyone = {
+        workload.name: {name: Child(workload.name, name) for name in variants or workload.variants}
+        for workload in workloads
+    }
+    for workload in workloads:
+        print(workload.name, flush=True)
+        append(results, measure(workload, everyone[workload.name]))
+        for child in everyone[workload.name].values():
+            child.close()
+
+
+def measure_start(workloads: list[Workload], results: Path) -> None:
+    """Seconds until ten steps are taken: with empty caches on disk, and with those that this has left.
+
+    The eager start beside it is what neither compiler can be blamed for: the process, the kernels of
+    the libraries, and their choice.
+    """
+    with tempfile.TemporaryDirectory() as caches:
+        for which in ("cold", "warm"):
+            children = [
+                Child(w.name, name, TORCHINDUCTOR_CACHE_DIR=f"{caches}/{w.name}-{name}")
+                for w in workloads
+                for name in ("eager", BASELINE, "step")
+                if name in w.variants
+            ]
+            for child in children:
+                seconds = child.answer()["seconds"]
+                child.close()
+                print(f"   {child.workload} {child.variant} {which}: {seconds:.1f} s", flush=True)
+                row = {"case": child.workload, "mode": child.variant, "start": which, "seconds": f"{seconds:.1f}"}
+                append(results, [{**row, **environment(CUDA)}])
+
+
+def measure_curves(text: Path, results: Path) -> None:
+    """Losses of 300 steps on real text in bf16: eager, torch.compile and the whole step."""
+    from curves import train_on_text
+
+    losses = {name: train_on_text(text, name) for name in ("eager", "eager (other order of sums)", "compile", "step")}
+    rows: list[dict[str, object]] = [
+        {"step": number, **{name: f"{values[number]:.5f}" for name, values in losses.items()}, **environment(CUDA)}
+        for number in range(len(losses["eager"]))
+    ]
+    append(results, rows)
+    for name, values in losses.items():
+        apart = [b - a for a, b in zip(losses["eager"], values, strict=True)]
+        last = sum(values[-50:]) / 50
+        print(f"   {name:30s} last 50: {last:.4f}  mean difference {sum(apart) / len(apart):+.5f}", flush=True)
 
 
 def profile(workload: Workload, variant: str) -> None:
@@ -221,38 +211,32 @@ def profile(workload: Workload, variant: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "profile", "draw"))
+    parser.add_argument("what", choices=("time", "start", "curves", "profile", "draw", "child"))
     parser.add_argument("--results", type=Path)
-    parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--workload")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--workload", action="append", choices=tuple(WORKLOADS), help="once for each; all unless given")
     parser.add_argument("--variant", default="step")
     parser.add_argument("--variants", help="only these, with commas between them")
     arguments = parser.parse_args()
+    use_fast_settings()
+    workloads = [WORKLOADS[name] for name in arguments.workload or WORKLOADS]
     if arguments.what == "draw":
         draw(arguments.results, baseline=BASELINE, over='torch.compile(mode="reduce-overhead") and a fused optimizer')
-        return
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.benchmark = True
-    torch.set_float32_matmul_precision("high")
-    chosen = [w for w in WORKLOADS if arguments.workload in (None, w.name)]
-    if arguments.what == "profile":
-        for workload in chosen:
+    elif arguments.what == "child":
+        run_child(workloads[0], arguments.variant)
+    elif arguments.what == "curves":
+        measure_curves(arguments.text, arguments.results)
+    elif arguments.what == "profile":
+        for workload in workloads:
             profile(workload, arguments.variant)
-        return
-    ends = time.monotonic() + 60 * arguments.minutes
-    done = {row["case"] for row in read(arguments.results)}
-    for workload in chosen:
-        if workload.name in done:
-            continue
-        if time.monotonic() > ends:
-            print("time is up; run again for the rest")
-            return
-        print(workload.name, flush=True)
-        if arguments.variants:
-            workload = replace(workload, variants=tuple(arguments.variants.split(",")))
-        append(arguments.results, measure(workload))
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
+    else:
+        done = {row["case"] for row in read(arguments.results)}
+        left = [workload for workload in workloads if workload.name not in done]
+        if arguments.what == "start":
+            measure_start(left, arguments.results)
+        else:
+            variants = arguments.variants.split(",") if arguments.variants else None
+            measure_times(left, variants, arguments.results)
 
 
 if __name__ == "__main__":

@@ -64,15 +64,17 @@ class Compiled:
         self._vectors = [counts.vectors[classes.index(members)] for members in split.classes]
         self._advancing = [self._vectors[index] for index in split.advancing]
         self._main_state = split.main_state
+        self._main_scalars = [len(split.advancing) + index for index in split.main_scalars]
         self._numbers = torch.tensor(self._optimizer.numbers(), dtype=torch.float64, device=params[0].device)
         self._uploaded = self._optimizer.numbers()
         firsts = [vector[0] for vector in self._vectors]
-        examples = split.scalars(self._numbers, firsts)[len(self._advancing) :]
+        examples = split.scalars(self._numbers, firsts)
         self._scalars = compile_with_inductor(_flat(split.scalars), [self._numbers, *firsts])
         state = self._optimizer.state()
         self._state = [state[slot] for slot in self._main_state]
         self._counters = take_out_counters(split.main, traced.inputs)
-        self._main = compile_with_inductor(split.main, [*inputs, *self._state, *examples])
+        scalars = [examples[index] for index in self._main_scalars]
+        self._main = compile_with_inductor(split.main, [*inputs, *self._state, *scalars])
 
     def valid(self) -> bool:
         """Whether the optimizer's state is what this was made for; other tensors of its kind are taken over."""
@@ -97,7 +99,7 @@ class Compiled:
         """The step's work on the device."""
         firsts = [vector[0] for vector in self._vectors]
         made = self._scalars(self._numbers, *firsts)
-        outputs: list[Any] = list(self._main(*inputs, *self._state, *made[len(self._advancing) :]))
+        outputs: list[Any] = list(self._main(*inputs, *self._state, *(made[i] for i in self._main_scalars)))
         if self._counters:
             add_one([inputs[index] for index in self._counters])
         skipped = outputs.pop()[0] > 0 if self._can_skip else None

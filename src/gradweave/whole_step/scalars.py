@@ -30,6 +30,7 @@ class SplitStep:
         scalars: Takes the numbers as one vector and a value per class; returns the new values of
             the classes that advance, then the scalars that the main graph needs.
         main: Takes the forward's inputs, the state that is left, and the scalars.
+        main_scalars: Which scalar each of the last inputs of the main graph is.
         classes: Of 0-dimensional state slots that always have the same value.
         advancing: Which of the classes get a new value.
         main_state: The state slots that the main graph takes.
@@ -37,6 +38,7 @@ class SplitStep:
 
     scalars: GraphModule
     main: GraphModule
+    main_scalars: tuple[int, ...]
     classes: tuple[tuple[int, ...], ...]
     advancing: tuple[int, ...]
     main_state: tuple[int, ...]
@@ -80,9 +82,9 @@ def split_scalars(
     members = [[state[slot] for slot in slots] for slots in classes]
     advancing = tuple(index for index, same in enumerate(members) if _is_changed(same[0], nodes))
     scalars, handed_over = _scalar_graph(nodes, moved, members, advancing, numbers, dtype, device)
-    main = _main_graph(traced.graph, nodes, moved, handed_over)
+    main, uses = _main_graph(traced.graph, nodes, moved, handed_over)
     left = tuple(slot for slot, node in enumerate(state) if node not in moved)
-    return SplitStep(scalars, main, classes, advancing, left)
+    return SplitStep(scalars, main, uses, classes, advancing, left)
 
 
 def _is_changed(state: Node, nodes: Sequence[Node]) -> bool:
@@ -189,27 +191,32 @@ def _scalar_graph(
 
 def _main_graph(
     module: GraphModule, nodes: Sequence[Node], moved: set[Node], scalars: Sequence[Sequence[Node]]
-) -> GraphModule:
-    """The rest of the step, with inputs for the scalars behind its own."""
+) -> tuple[GraphModule, tuple[int, ...]]:
+    """The rest of the step, with inputs for the scalars behind its own, and which scalar each of these is.
+
+    Every use of a scalar has an input of its own: what reads one buffer is what Inductor tries to fuse,
+    pair by pair, and the updates of different weights have nothing else in common.
+    """
     graph = Graph()
     values: dict[Node, Node] = {}
     for node in nodes:
         if node.op == "placeholder" and node not in moved:
             values[node] = graph.placeholder(node.name)
             values[node].meta = dict(node.meta)
-    for index, owners in enumerate(scalars):
-        scalar = graph.placeholder(f"scalar_{index}")
-        values.update(dict.fromkeys(owners, scalar))
+    scalar_of = {owner: index for index, owners in enumerate(scalars) for owner in owners}
+    uses = [(node, used) for node in nodes if node not in moved for used in node.all_input_nodes if used in scalar_of]
+    inputs = {use: graph.placeholder(f"scalar_{number}") for number, use in enumerate(uses)}
     for node in nodes:
         if node in moved or node.op == "placeholder":
             continue
+        known = {used: inputs.get((node, used)) or values[used] for used in node.all_input_nodes}
         if node.op == "call_function" and any(
             n in moved and is_symbolic(n.meta.get("val")) for n in node.all_input_nodes
         ):
-            values[node] = _in_tensor_form(graph, node, values)
+            values[node] = _in_tensor_form(graph, node, known)
         else:
-            values[node] = graph.node_copy(node, lambda n: values[n])
-    return GraphModule(module, graph)
+            values[node] = graph.node_copy(node, known.__getitem__)
+    return GraphModule(module, graph), tuple(scalar_of[used] for _, used in uses)
 
 
 def _in_tensor_form(graph: Graph, node: Node, values: dict[Node, Node]) -> Node:
