@@ -106,9 +106,10 @@ def run_child(workload: Workload, variant: str) -> None:
         print(json.dumps({"ms": 1e3 * (time.perf_counter() - began) / STEPS}), file=answers)
 
 
-def measure(workload: Workload, children: dict[str, Child]) -> list[dict[str, object]]:
+def measure(
+    workload: Workload, children: dict[str, Child], ready: dict[str, dict[str, Any]]
+) -> list[dict[str, object]]:
     """Has the variants of a workload take turns."""
-    ready = {name: child.answer() for name, child in children.items()}
     order = [*children, BASELINE + " (again)"]
     times: dict[str, list[float]] = {name: [] for name in order}
     for child in children.values():
@@ -144,9 +145,10 @@ def measure_times(workloads: list[Workload], variants: list[str] | None, results
         workload.name: {name: Child(workload.name, name) for name in variants or workload.variants}
         for workload in workloads
     }
+    ready = {name: {v: child.answer() for v, child in children.items()} for name, children in everyone.items()}
     for workload in workloads:
         print(workload.name, flush=True)
-        append(results, measure(workload, everyone[workload.name]))
+        append(results, measure(workload, everyone[workload.name], ready[workload.name]))
         for child in everyone[workload.name].values():
             child.close()
 

@@ -13,6 +13,8 @@ import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gradweave.announce import announce
+
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: functions see it as a plain tensor."""
 
@@ -225,66 +227,64 @@ def add_one(tensors: list[torch.Tensor]) -> None:
     torch._foreach_add_(tensors, 1)
 
 
-def compile_with_inductor(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+def compile_with_inductor(
+    graph: torch.fx.GraphModule, inputs: list[torch.Tensor], combine: Callable[[Any], list[list[Any]]]
+) -> Callable[..., Any]:
     """Compiles a graph of ATen operations, in-place ones included, to a function of its inputs.
 
-    Small work on a GPU that Inductor leaves as kernels of their own is combined: a training step ends in
-    hundreds of updates and norms of vectors, each no longer than its launch.
+    Args:
+        graph: The graph.
+        inputs: Examples.
+        combine: Which nodes of Inductor's scheduler to make one kernel of. Where Inductor fails at that,
+            it compiles without.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
     before = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
-    ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(_small_work_to_combine)
+    ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(combine)
+    copied = torch.fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
     try:
         with config.patch(combo_kernels=True, reorder_for_peak_memory=False):
-            compiled: Any = compile_fx(graph, inputs)
+            compiled: Any = compile_fx(torch.fx.GraphModule(graph, copied), inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Inductor raises whatever its code runs into
+        announce(f"compile: small kernels are not combined: {type(error).__name__}")
+        with config.patch(reorder_for_peak_memory=False):
+            compiled = compile_fx(graph, inputs)
     finally:
         ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(before)
     return compiled  # type: ignore[no-any-return]
 
 
-SMALL_WORK = 1 << 18
-"""Elements that a kernel may read to be combined with others."""
-COMBINED_AT_MOST = 24
+def scheduled_before(scheduler: Any, node: Any) -> list[Any]:
+    """The nodes of Inductor's scheduler that one needs."""
+    needed: list[Any] = scheduler._get_unmet_dep_nodes(node)
+    return needed
 
 
-def _small_work_to_combine(scheduler: Any) -> list[list[Any]]:
-    """Groups of Inductor's nodes to combine: small, and as far from the end of the graph as each other.
-
-    Nodes of one distance do not depend on each other, and groups of one distance each make no cycle. From
-    the end, since that is where a step's updates are alike; from the start each layer's are elsewhere.
-    """
-    followers: dict[Any, list[Any]] = {}
-    for node in scheduler.nodes:
-        for needed in scheduler._get_unmet_dep_nodes(node):
-            followers.setdefault(needed, []).append(node)
-    distance: dict[Any, int] = {}
-    alike: dict[Any, list[Any]] = {}
-    for node in reversed(scheduler.nodes):
-        distance[node] = 1 + max((distance[follower] for follower in followers.get(node, ())), default=-1)
-        if _is_small(node):
-            alike.setdefault((distance[node], node.get_device()), []).append(node)
-    return [
-        members[start : start + COMBINED_AT_MOST]
-        for members in alike.values()
-        for start in range(0, len(members), COMBINED_AT_MOST)
-    ]
-
-
-def _is_small(node: Any) -> bool:
-    """Whether a node is one of Inductor's own kernels on a GPU, over few elements."""
+def elements_of(node: Any) -> int | None:
+    """How many elements one of Inductor's own kernels on a GPU goes over; None for other nodes."""
     from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 
     device = node.get_device()
     if type(node) not in (SchedulerNode, FusedSchedulerNode) or device is None or device.type != "cuda":
-        return False
-    sizes = node.group[1]
-    elements = 1
-    for size in sizes:
-        elements *= size
-    return bool(getattr(elements, "is_number", True)) and int(elements) <= SMALL_WORK
+        return None
+    total = 1
+    for size in node.group[1]:
+        total *= size
+    return int(total) if getattr(total, "is_number", True) else None
+
+
+def made_by_mixed_reductions(scheduler: Any) -> set[str]:
+    """Buffers of kernels that reduce in two directions at once: what reads them cannot be combined."""
+    from torch._inductor import scheduler as module
+
+    kind = getattr(module, "FusedMixOrderReductions", ())
+    return {name for node in scheduler.nodes if isinstance(node, kind) for name in node.get_buffer_names()}
 
 
 class DynamoError(Exception):

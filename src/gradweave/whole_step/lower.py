@@ -9,6 +9,7 @@ import torch
 
 from gradweave.compat import add_one, compile_with_inductor
 from gradweave.fusion.stepping import mark_written
+from gradweave.whole_step.combining import small_kernels
 from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.passes import take_out_counters, updates_at_their_gradients
 from gradweave.whole_step.scalars import split_scalars
@@ -69,12 +70,12 @@ class Compiled:
         self._uploaded = self._optimizer.numbers()
         firsts = [vector[0] for vector in self._vectors]
         examples = split.scalars(self._numbers, firsts)
-        self._scalars = compile_with_inductor(_flat(split.scalars), [self._numbers, *firsts])
+        self._scalars = compile_with_inductor(_flat(split.scalars), [self._numbers, *firsts], small_kernels)
         state = self._optimizer.state()
         self._state = [state[slot] for slot in self._main_state]
         self._counters = take_out_counters(split.main, traced.inputs)
         scalars = [examples[index] for index in self._main_scalars]
-        self._main = compile_with_inductor(split.main, [*inputs, *self._state, *scalars])
+        self._main = compile_with_inductor(split.main, [*inputs, *self._state, *scalars], small_kernels)
 
     def valid(self) -> bool:
         """Whether the optimizer's state is what this was made for; other tensors of its kind are taken over."""
