@@ -2,6 +2,7 @@ from graphlib import TopologicalSorter
 
 import pytest
 import torch
+import torch._functorch.config
 import torch._inductor.config
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +48,11 @@ def test_updates_of_all_layers_are_equally_far_from_the_end():
     assert sorted(map(sorted, groups)) == [["update 1", "update 2"]]
 
 
+def compile_anew(monkeypatch):
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
+
+
 def train(steps=4):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -62,7 +68,7 @@ def test_a_failure_to_combine_is_a_step_without(monkeypatch):
         asked.append(scheduler)
         raise AssertionError("a buffer was removed")
 
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    compile_anew(monkeypatch)
     monkeypatch.setattr(lower, "small_kernels", fail)
     assert torch.equal(train(), expected)
     assert asked
@@ -71,7 +77,7 @@ def test_a_failure_to_combine_is_a_step_without(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_small_updates_are_combined_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    compile_anew(monkeypatch)
     found = []
     groups = combining.small_kernels
     monkeypatch.setattr(lower, "small_kernels", lambda scheduler: found.append(groups(scheduler)) or found[-1])

@@ -66,11 +66,10 @@ class Recorder:
         timed = [
             (k, lane, step, layer, self._seconds(a), self._seconds(b)) for k, lane, step, layer, a, b in self._parts
         ]
+        updates = sorted((a, b, lane) for kind, lane, _, _, a, b in timed if kind is Kind.U)
         for kind, lane, step, layer, start, end in timed:
-            inner = sorted(
-                (a, b) for k, other, _, _, a, b in timed if k is Kind.U and other == lane and a >= start and b <= end
-            )
-            for begin, stop in _cut(start, end, [] if kind is Kind.U else inner):
+            inner = [] if kind is Kind.U else [(a, b) for a, b, on in updates if on == lane and a >= start and b <= end]
+            for begin, stop in _cut(start, end, inner):
                 name = f"{prefix} {lane}"
                 spans.append(Span(name, begin, stop, Task(kind, layer, stop - begin, prefix, step=step), len(spans)))
         spans.sort(key=lambda span: span.start)

@@ -101,6 +101,8 @@ class Trial:
         recorder = Recorder(self.setting.device)
         if self.variant.fusion is not None:
             self.variant.fusion.record(recorder.update)
+        if self.variant.whole_step is not None:
+            self.variant.whole_step.record(recorder.part)
         for number in range(steps):
             recorder.step = number
             self._one_step(batches, recorder)
@@ -110,6 +112,8 @@ class Trial:
         self.losses += [float(loss) for loss in self._pending]
         self._pending = []
         if self.variant.whole_step is not None:
+            self.variant.whole_step.record(None)
+            self.timeline = recorder.timeline(f"{self.label}, one operation at a time")
             return
         self.timeline = recorder.timeline(self.label)
         for number in range(1, steps):

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
+from gradweave.whole_step.recording import Mark
 
 
 class PackedCounts:
@@ -112,6 +113,7 @@ class SharedState:
         finish_eagerly: Whether the last step has only summed up gradients, and the update is still to
             be done, because parameters have gradients that its graph does not know.
         norm: Of all gradients in the last update, where it is computed.
+        mark: If steps are to be recorded, what gives the context for each of their tasks.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -121,6 +123,7 @@ class SharedState:
         self.update = True
         self.finish_eagerly = False
         self.norm: torch.Tensor | None = None
+        self.mark: Mark | None = None
 
     def counts(self, params: Sequence[nn.Parameter]) -> PackedCounts:
         """The packed counts of these parameters."""

@@ -5,24 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.optim import Optimizer
 
 from gradweave.compat import compile_lock, has_gradient_hooks
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import same_objects
+from gradweave.fusion.stepping import mark_written
 from gradweave.whole_step.capture import Captured
 from gradweave.whole_step.lower import Compiled, Replay, Runnable
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.recompute import with_recomputation
+from gradweave.whole_step.recording import run_marked
 from gradweave.whole_step.scalars import moved_slots
 from gradweave.whole_step.scaling import Scaling, scaler_inputs
+from gradweave.whole_step.tasks import Place, tasks_of
 from gradweave.whole_step.trace import Clipping, Objective, Recipe, TracedStep, trace_step
 
 LOSS_MARK = {"gradweave": "loss"}
@@ -72,8 +76,14 @@ class _Made:
     """A step that can be taken, and what it was made for."""
 
     purpose: _Purpose
+    model: nn.Module
     traced: TracedStep
     runnable: Runnable
+
+    @cached_property
+    def tasks(self) -> dict[Node, Place]:
+        """What each operation is for; asked for when a step is recorded."""
+        return tasks_of(self.traced, self.model)
 
 
 _MOST_KEPT = 16
@@ -129,7 +139,12 @@ class Program:
             if made is None:
                 with compile_lock():
                     made = self._make(purpose, inputs, sums)
-            outputs = made.runnable.run([*inputs, *sums, *scaler_inputs(scaler)])
+            given = [*inputs, *sums, *scaler_inputs(scaler)]
+            if shared.mark is None:
+                outputs = made.runnable.run(given)
+            else:
+                outputs = run_marked(made.traced, given, made.tasks, shared.mark)
+                mark_written(params)
         if not update:
             shared.show_sums([params[index] for index in made.traced.with_gradient])
             return outputs
@@ -156,7 +171,7 @@ class Program:
         objective = Objective(forward, inputs, trainable, self._loss_output)
         scale = scaler_inputs(options.scaler)
         recipe = Recipe(options.clipping, sums, purpose.summed, purpose.update, purpose.scaling, scale)
-        made = _Made(purpose, *self._lowered(objective, optimizer, recipe, [*inputs, *sums, *scale]))
+        made = _Made(purpose, self._model, *self._lowered(objective, optimizer, recipe, [*inputs, *sums, *scale]))
         kept = [one for one in self._made if one.traced.optimizer.fits()]
         self._made = [*kept[1 - _MOST_KEPT :], made]
         options.report(f"ready after {time.perf_counter() - began:.1f} s")

@@ -30,6 +30,7 @@ from gradweave.marks import mark_compiled
 from gradweave.whole_step.optimizer_inputs import NoStateError
 from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.program import LOSS_MARK, Program, StepOptions
+from gradweave.whole_step.recording import Mark
 from gradweave.whole_step.trace import Clipping
 
 LOWERINGS = ("inductor", "replay")
@@ -206,6 +207,16 @@ class Step:
             yield
         finally:
             self._shared.update = before
+
+    def record(self, mark: Mark | None) -> None:
+        """Lets steps run one operation at a time, each task of a layer in a context of its own.
+
+        These are training steps like the others, only slower: for profiles and pictures.
+
+        Args:
+            mark: Called with the kind of task and the layer; None to go back to compiled steps.
+        """
+        self._shared.mark = mark
 
     @property
     def grad_norm(self) -> torch.Tensor:

@@ -93,6 +93,7 @@ class TracedStep:
             and whether the update was skipped where it can be.
         optimizer: What the state and the numbers are.
         inputs: How many inputs come before the optimizer's.
+        owners: For each input, which of the trainable parameters it is, or belongs to; None for others.
         with_gradient: Which of the trainable parameters the loss depends on.
         holds: Whether the graph is right for other numbers, such as a weight decay that was 0.
     """
@@ -100,6 +101,7 @@ class TracedStep:
     graph: GraphModule
     optimizer: OptimizerInputs
     inputs: int
+    owners: tuple[int | None, ...]
     with_gradient: frozenset[int]
     can_skip: bool
     holds: Callable[[Sequence[float]], bool]
@@ -209,7 +211,15 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
             "register it as a buffer of the model"
         )
     can_skip = recipe.update and recipe.scaling is not None
-    return TracedStep(graph, optimizer, len(inputs), frozenset(with_gradient), can_skip, guards_of(mode, names))
+    own = {position: index for index, position in enumerate(objective.trainable)}
+    owners = (
+        *(own.get(position) for position in range(len(objective.inputs))),
+        *recipe.summed,
+        *(None for _ in recipe.scale),
+        *(slot.param for slot in optimizer.state_slots),
+        *(None for _ in symbols),
+    )
+    return TracedStep(graph, optimizer, len(inputs), owners, frozenset(with_gradient), can_skip, guards_of(mode, names))
 
 
 def _differentiate(

@@ -1,0 +1,49 @@
+"""Taking a traced step one operation at a time, and noting when each task begins and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch.fx import Interpreter, Node
+
+from gradweave.schedule.tasks import Kind
+from gradweave.whole_step.tasks import Place
+from gradweave.whole_step.trace import TracedStep
+
+Mark = Callable[[Kind, int], AbstractContextManager[None]]
+"""Gives the context in which a task of a layer runs."""
+
+
+def run_marked(traced: TracedStep, inputs: Sequence[torch.Tensor], places: dict[Node, Place], mark: Mark) -> list[Any]:
+    """Takes the step on the optimizer's state and numbers as they are; returns the traced outputs."""
+    optimizer = traced.optimizer
+    with ExitStack() as open_task:
+        interpreter = _Marking(traced.graph, places, mark, open_task)
+        result: list[Any] = interpreter.run(list(inputs), optimizer.state(), list(optimizer.numbers()))
+    return result[:-1] if traced.can_skip else result
+
+
+class _Marking(Interpreter):
+    """Runs a graph; operations of one task that follow each other are inside of one mark."""
+
+    def __init__(
+        self, graph: torch.fx.GraphModule, places: dict[Node, Place], mark: Mark, open_task: ExitStack
+    ) -> None:
+        super().__init__(graph)
+        self._places = places
+        self._mark = mark
+        self._open = open_task
+        self._now: Place | None = None
+
+    def run_node(self, n: Node) -> Any:
+        """Runs an operation, in the mark of its task."""
+        place = self._places.get(n)
+        if place != self._now:
+            self._open.close()
+            if place is not None:
+                self._open.enter_context(self._mark(place.kind, place.layer))
+            self._now = place
+        return super().run_node(n)

@@ -1,0 +1,95 @@
+"""Which task of the schedule each operation of a traced step belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from gradweave.schedule.tasks import Kind
+from gradweave.whole_step.trace import TracedStep, changed_by, phase_of, root
+
+
+class Place(NamedTuple):
+    """A kind of task, and the layer it is for."""
+
+    kind: Kind
+    layer: int
+
+
+def tasks_of(traced: TracedStep, model: nn.Module) -> dict[Node, Place]:
+    """The task of every operation.
+
+    Layers are the modules that have trainable parameters of their own, in the order in which forward
+    first reads them. What has no parameter goes with the layer before it in forward, and with the
+    layer that waits for it in backward. Backward is W where it serves the gradients of one layer
+    and reads no other one's weights, and X otherwise. Clipping counts as update; what is one number for all
+    layers, such as a norm, is layer 0's.
+    """
+    nodes = list(traced.graph.graph.nodes)
+    owner = dict(zip((n for n in nodes if n.op == "placeholder"), traced.owners, strict=True))
+    layer_of = _layers(traced, model, nodes, owner)
+    owned = {node: layer_of[index] for node, index in owner.items() if index is not None}
+    serves = _served(nodes, owned)
+    weights = dict(owned)
+    places: dict[Node, Place] = {}
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        used = node.all_input_nodes
+        reads = {weights[n] for n in used if n in weights}
+        if len(used) == 1 and reads:
+            weights[node] = min(reads)
+        phase = phase_of(node)
+        if phase == "forward":
+            before = [places[n].layer for n in used if n in places]
+            places[node] = Place(Kind.F, max([*reads, *before], default=0))
+        elif phase == "backward":
+            places[node] = _backward(reads, serves[node])
+        else:
+            places[node] = Place(Kind.U, min(serves[node]) if len(serves[node]) == 1 else 0)
+    return places
+
+
+def _backward(reads: set[int], serves: set[int]) -> Place:
+    if len(serves) == 1 and reads <= serves:
+        return Place(Kind.W, min(serves))
+    return Place(Kind.X, max(reads or serves, default=0))
+
+
+def _layers(
+    traced: TracedStep, model: nn.Module, nodes: Sequence[Node], owner: dict[Node, int | None]
+) -> dict[int, int]:
+    """The layer of each trainable parameter."""
+    module_of = {id(p): name for name, module in model.named_modules() for p in module.parameters(recurse=False)}
+    names = [module_of.get(id(p), "") for p in traced.optimizer.params]
+    order: dict[str, int] = {}
+    for node in nodes:
+        for used in node.all_input_nodes:
+            index = owner.get(used)
+            if index is not None:
+                order.setdefault(names[index], len(order))
+    return {index: order.setdefault(name, len(order)) for index, name in enumerate(names)}
+
+
+def _served(nodes: Sequence[Node], owned: dict[Node, int]) -> dict[Node, set[int]]:
+    """The layers whose weights or state each operation's result goes into.
+
+    What becomes a single number, as all gradients do in their norm, is not followed further.
+    """
+    serves: dict[Node, set[int]] = {node: set() for node in nodes}
+    for node in reversed(nodes):
+        serves[node] |= {owned[target] for n in changed_by(node) if (target := root(n)) in owned}
+        ends_here = phase_of(node) in ("gradients", "update") and _is_one_number(node)
+        for used in node.all_input_nodes:
+            if not ends_here or _is_one_number(used):
+                serves[used] |= serves[node]
+    return serves
+
+
+def _is_one_number(node: Node) -> bool:
+    value: Any = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.dim() == 0

@@ -1,0 +1,55 @@
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import optim
+
+import gradweave
+from gradweave.schedule.tasks import Kind
+from whole_step.models import batches, loss_fn, make
+
+
+class Marks:
+    def __init__(self):
+        self.seen = []
+        self.inside = 0
+
+    @contextmanager
+    def __call__(self, kind, layer):
+        assert self.inside == 0
+        self.inside = 1
+        yield
+        self.inside = 0
+        self.seen.append((kind, layer))
+
+
+def train(lower, recorded, name="convolutional", **options):
+    model = make(name)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    step = gradweave.compile(model, loss_fn, optimizer, lower=lower, **options)
+    marks, losses = Marks(), []
+    for number, batch in enumerate(batches(8)):
+        step.record(marks if number in recorded else None)
+        losses.append(step(*batch))
+    return marks, torch.stack(losses), model, optimizer
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}])
+def test_recorded_steps_are_the_same_steps(options):
+    marks, losses, model, optimizer = train("replay", {3, 4, 6}, **options)
+    _, expected, stock, _ = train("replay", {}, **options)
+    assert torch.equal(losses, expected)
+    for one, other in zip(model.state_dict().values(), stock.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert {kind for kind, _ in marks.seen} == {Kind.F, Kind.X, Kind.W, Kind.U}
+    assert all(int(state["step"]) == 8 for state in optimizer.state_dict()["state"].values())
+
+
+def test_recorded_among_compiled_steps():
+    marks, losses, _, optimizer = train("inductor", {3, 5}, name="mlp")
+    _, expected, _, _ = train("inductor", {}, name="mlp")
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    assert all(int(state["step"]) == 8 for state in optimizer.state_dict()["state"].values())
+    kinds = [kind for kind, _ in marks.seen]
+    assert kinds.index(Kind.F) < kinds.index(Kind.X) < kinds.index(Kind.U)
+    assert marks.inside == 0
