@@ -205,8 +205,18 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymFloat, torch.SymInt))
 
 
-def rematerialize(forward: torch.fx.GraphModule, inputs: list[torch.Tensor], budget: float) -> Callable[..., Any]:
-    """A forward with a backward of its own that keeps a share of the activations, by torch's partitioner."""
+def rematerialize(
+    forward: torch.fx.GraphModule, inputs: list[torch.Tensor], budget: float, *, decompose: bool
+) -> Callable[..., Any]:
+    """A forward with a backward of its own that keeps a share of the activations, by torch's partitioner.
+
+    Args:
+        forward: As Dynamo captured it.
+        inputs: Tensors without data.
+        budget: The share.
+        decompose: Whether to take operations apart as Inductor does, so that parts of them can be
+            computed anew; the results are then its own, to rounding.
+    """
     from torch._functorch import config
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
@@ -215,9 +225,19 @@ def rematerialize(forward: torch.fx.GraphModule, inputs: list[torch.Tensor], bud
     def keep(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:  # noqa: ARG001
         return make_boxed_func(gm.forward)
 
+    table = None
+    if decompose:
+        from torch._inductor.decomposition import select_decomp_table
+
+        table = select_decomp_table()
     with config.patch(activation_memory_budget=budget):
         split: Callable[..., Any] = aot_module_simplified(
-            forward, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition
+            forward,
+            inputs,
+            fw_compiler=keep,
+            bw_compiler=keep,
+            partition_fn=min_cut_rematerialization_partition,
+            decompositions=table,
         )
     return split
 

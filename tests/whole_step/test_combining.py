@@ -48,9 +48,13 @@ def test_updates_of_all_layers_are_equally_far_from_the_end():
     assert sorted(map(sorted, groups)) == [["update 1", "update 2"]]
 
 
-def compile_anew(monkeypatch):
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
+@pytest.fixture
+def no_caches():
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 def train(steps=4):
@@ -60,7 +64,7 @@ def train(steps=4):
     return torch.stack([step(torch.ones(3, 8) * number, torch.ones(3, 4)) for number in range(steps)])
 
 
-def test_a_failure_to_combine_is_a_step_without(monkeypatch):
+def test_a_failure_to_combine_is_a_step_without(monkeypatch, no_caches):
     expected = train()
     asked = []
 
@@ -68,7 +72,6 @@ def test_a_failure_to_combine_is_a_step_without(monkeypatch):
         asked.append(scheduler)
         raise AssertionError("a buffer was removed")
 
-    compile_anew(monkeypatch)
     monkeypatch.setattr(lower, "small_kernels", fail)
     assert torch.equal(train(), expected)
     assert asked
@@ -76,8 +79,7 @@ def test_a_failure_to_combine_is_a_step_without(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_small_updates_are_combined_on_a_gpu(monkeypatch):
-    compile_anew(monkeypatch)
+def test_small_updates_are_combined_on_a_gpu(monkeypatch, no_caches):
     found = []
     groups = combining.small_kernels
     monkeypatch.setattr(lower, "small_kernels", lambda scheduler: found.append(groups(scheduler)) or found[-1])

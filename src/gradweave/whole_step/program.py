@@ -41,7 +41,7 @@ class StepOptions:
         clipping: Of gradients.
         lower: ``"inductor"`` or ``"replay"``.
         scaler: That scales the loss, if any does.
-        memory_budget: Share of the activations to keep; None for all that are not checkpointed.
+        memory_budget: Share of the activations to keep; None for what ``torch.compile`` would keep.
         capture: Whether to replay a step on a GPU as one CUDA graph.
         report: Told what is going on while a step is made.
     """
@@ -63,12 +63,14 @@ class _Purpose:
         summed: Which of these have a sum of gradients already.
         update: Whether there is an update, or more summing up.
         scaling: How the loss is scaled.
+        lower: How it is lowered; a step that is recorded is always replayed.
     """
 
     trainable: tuple[int, ...]
     summed: tuple[int, ...]
     update: bool
     scaling: Scaling | None
+    lower: str
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class Program:
         shared.finish_eagerly = shared.update and strays
         update = shared.update and not strays
         summed = tuple(index for index, p in enumerate(params) if not update or p.grad is not None)
-        purpose = _Purpose(trainable, summed, update, Scaling.of(scaler) if scaler else None)
+        lower = self._options.lower if shared.mark is None else "replay"
+        purpose = _Purpose(trainable, summed, update, Scaling.of(scaler) if scaler else None, lower)
         sums = shared.sums_for([params[index] for index in summed])
         with torch.no_grad():
             made = self._find(purpose, params)
@@ -167,21 +170,23 @@ class Program:
         began = time.perf_counter()
         options.report("tracing the step")
         optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
-        forward = with_recomputation(self._forward, inputs, trainable, options.memory_budget)
+        exact = purpose.lower == "replay"
+        forward = with_recomputation(self._forward, inputs, trainable, options.memory_budget, exact=exact)
         objective = Objective(forward, inputs, trainable, self._loss_output)
         scale = scaler_inputs(options.scaler)
         recipe = Recipe(options.clipping, sums, purpose.summed, purpose.update, purpose.scaling, scale)
-        made = _Made(purpose, self._model, *self._lowered(objective, optimizer, recipe, [*inputs, *sums, *scale]))
+        given = [*inputs, *sums, *scale]
+        made = _Made(purpose, self._model, *self._lowered(objective, optimizer, recipe, given, exact=exact))
         kept = [one for one in self._made if one.traced.optimizer.fits()]
         self._made = [*kept[1 - _MOST_KEPT :], made]
         options.report(f"ready after {time.perf_counter() - began:.1f} s")
         return made
 
     def _lowered(
-        self, objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, inputs: Sequence[Any]
+        self, objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, inputs: Sequence[Any], *, exact: bool
     ) -> tuple[TracedStep, Runnable]:
         options = self._options
-        if options.lower == "replay":
+        if exact:
             traced = trace_step(objective, optimizer, recipe)
             return traced, Replay(traced)
         counts = self._shared.counts(optimizer.params)

@@ -15,7 +15,12 @@ AS_TORCH_DOES = 1.0
 
 
 def with_recomputation(
-    forward: GraphModule, inputs: Sequence[torch.Tensor], trainable: Sequence[int], budget: float | None
+    forward: GraphModule,
+    inputs: Sequence[torch.Tensor],
+    trainable: Sequence[int],
+    budget: float | None,
+    *,
+    exact: bool,
 ) -> Callable[..., Any]:
     """A forward whose backward computes activations anew, so as to keep to a budget.
 
@@ -23,12 +28,16 @@ def with_recomputation(
         forward: As Dynamo captured it.
         inputs: Of the forward; not changed.
         trainable: Which inputs need gradients.
-        budget: Share of the activations that may be kept. None keeps all, unless the model uses
-            activation checkpointing: what is marked there is computed anew, its random numbers
-            being those of the forward.
+        budget: Share of the activations that may be kept; None for what ``torch.compile`` would keep.
+            What activation checkpointing marks is computed anew in any case, its random numbers being
+            those of the forward.
+        exact: Whether results must be those of the eager operations, bit for bit. Then nothing is
+            computed anew without a budget or checkpointing.
     """
     if budget is None:
-        if not any("checkpoint" in str(node.target) for node in forward.graph.nodes if node.op == "call_function"):
+        if exact and not any(
+            "checkpoint" in str(node.target) for node in forward.graph.nodes if node.op == "call_function"
+        ):
             return forward
         budget = AS_TORCH_DOES
     mode = fake_mode()
@@ -36,4 +45,4 @@ def with_recomputation(
     for index in trainable:
         fakes[index].requires_grad_()
     with torch.enable_grad():
-        return rematerialize(forward, fakes, budget)
+        return rematerialize(forward, fakes, budget, decompose=not exact)

@@ -76,8 +76,8 @@ def compile(
         scaler: Scales the loss and leaves updates out whose gradients are not finite, inside the
             graph; its ``step()`` and ``update()`` are not to be called.
         memory_budget: Share of the activations that may be kept for backward, 0 to 1; the others are
-            computed anew there. 1 is what ``torch.compile`` does; None keeps all but those of
-            ``torch.utils.checkpoint``.
+            computed anew there. 1, and None, is what ``torch.compile`` does; with ``lower="replay"``,
+            None keeps all but those of ``torch.utils.checkpoint``.
         lower: ``"inductor"`` compiles the graph and, on a GPU, replays it as one CUDA graph;
             ``"replay"`` runs the traced operations as they are, bit for bit the eager step.
         new_shapes: What a batch of another shape means, such as a short last one: ``"compile"``
