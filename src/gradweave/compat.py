@@ -267,17 +267,41 @@ def compile_with_inductor(
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph.graph, {}))
     try:
-        with config.patch(combo_kernels=True, reorder_for_peak_memory=False):
+        with config.patch(combo_kernels=True, reorder_for_peak_memory=False), _dead_values_stay_unrealized():
             compiled: Any = compile_fx(torch.fx.GraphModule(graph, copied), inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Inductor raises whatever its code runs into
         announce(f"compile: small kernels are not combined: {type(error).__name__}")
-        with config.patch(reorder_for_peak_memory=False):
-            compiled = compile_fx(graph, inputs)
+        compiled = compile_fx(graph, inputs)
     finally:
         ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(before)
     return compiled  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _dead_values_stay_unrealized() -> Iterator[None]:
+    """Context in which an input that is changed does not bring back to life what was computed from it.
+
+    Where an input changes, Inductor makes a buffer of every value that was computed from it so far,
+    to keep the old one. Every step of every update's arithmetic is such a value; nearly all of them are
+    part of a later one and never used again, and only slow the scheduler down, which drops them.
+    """
+    from torch._inductor.graph import GraphLowering
+
+    original = GraphLowering.mark_buffer_mutated
+
+    def mark_buffer_mutated(self: Any, name: str) -> None:
+        to_be_used = {id(value) for value in tree_leaves(list(self.env.values()))}
+        if name in self.name_to_users:
+            self.name_to_users[name] = [user for user in self.name_to_users[name] if id(user) in to_be_used]
+        original(self, name)
+
+    GraphLowering.mark_buffer_mutated = mark_buffer_mutated  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        GraphLowering.mark_buffer_mutated = original  # type: ignore[method-assign]
 
 
 def scheduled_before(scheduler: Any, node: Any) -> list[Any]:
