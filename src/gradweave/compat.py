@@ -258,22 +258,27 @@ def compile_with_inductor(
         combine: Which nodes of Inductor's scheduler to make one kernel of. Where Inductor fails at that,
             it compiles without.
     """
+    from torch._guards import TracingContext, tracing
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.scheduler import ForeachKernelSchedulerNode
 
+    mode = fake_mode()
+    examples = [fake_of(mode, x) for x in inputs]
     before = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
     ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(combine)
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(graph.graph, {}))
     try:
-        with config.patch(combo_kernels=True, reorder_for_peak_memory=False), _dead_values_stay_unrealized():
-            compiled: Any = compile_fx(torch.fx.GraphModule(graph, copied), inputs)
+        settings = config.patch(combo_kernels=True, reorder_for_peak_memory=False)
+        with tracing(TracingContext(mode)), settings, _dead_values_stay_unrealized():
+            compiled: Any = compile_fx(torch.fx.GraphModule(graph, copied), examples)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Inductor raises whatever its code runs into
         announce(f"compile: small kernels are not combined: {type(error).__name__}")
-        compiled = compile_fx(graph, inputs)
+        with tracing(TracingContext(mode)):
+            compiled = compile_fx(graph, examples)
     finally:
         ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(before)
     return compiled  # type: ignore[no-any-return]
