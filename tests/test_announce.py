@@ -3,7 +3,7 @@ import uuid
 
 import pytest
 
-from gradweave.announce import announce
+from gradweave.announce import announce, report
 
 
 @pytest.fixture
@@ -24,4 +24,13 @@ def test_only_rank_0_speaks(rank, heard, message, caplog, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     with caplog.at_level(logging.INFO, logger="gradweave"):
         announce(message)
+    assert len(caplog.records) == heard
+
+
+@pytest.mark.parametrize(("rank", "heard"), [("0", 2), ("1", 0)])
+def test_progress_is_reported_every_time(rank, heard, message, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", rank)
+    with caplog.at_level(logging.INFO, logger="gradweave"):
+        report(message)
+        report(message)
     assert len(caplog.records) == heard

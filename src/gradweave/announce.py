@@ -15,8 +15,18 @@ def announce(message: str, *, level: int = logging.INFO) -> None:
 
     The rank is ``RANK`` of the environment, as torchrun sets it; without it this is rank 0.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if _is_first_rank():
         _log_once(message, level)
+
+
+def report(message: str) -> None:
+    """Logs how far something is that takes long, on rank 0 only."""
+    if _is_first_rank():
+        logger.info(message)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 @cache

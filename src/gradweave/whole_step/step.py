@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from gradweave.announce import announce
+from gradweave.announce import announce, report
 from gradweave.compat import (
     DynamoError,
     TooManyVariantsError,
@@ -105,7 +105,7 @@ def compile(
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     options = StepOptions(
-        clipping, lower, scaler, memory_budget, capture=True, report=lambda doing: announce(f"compile: {doing}")
+        clipping, lower, scaler, memory_budget, capture=True, report=lambda doing: report(f"compile: {doing}")
     )
     return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
 
