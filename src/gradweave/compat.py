@@ -78,6 +78,11 @@ def metadata_guard(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
     )
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Whether what autograd saves is handed to somebody, as under activation checkpointing."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def in_function_transform() -> bool:
     """Whether ``torch.func`` is transforming the code that runs now (grad, vjp, jvp, vmap, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None

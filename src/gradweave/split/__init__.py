@@ -1,0 +1,1 @@
+"""Linear and convolution layers whose weight gradient is a task of its own, apart from the input gradient."""

@@ -1,0 +1,133 @@
+"""Finding the linear and convolution calls of a forward, whoever makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from gradweave.compat import in_function_transform, saved_tensors_are_hooked
+from gradweave.split.layers import Geometry, split_convolution, split_linear
+from gradweave.split.queue import WeightGradientQueue
+from gradweave.split.taps import Tap
+
+_DIMENSIONS = {
+    functional.conv1d: 1, functional.conv2d: 2, functional.conv3d: 3,
+    functional.conv_transpose1d: 1, functional.conv_transpose2d: 2, functional.conv_transpose3d: 3,
+}  # fmt: skip
+_TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The precision in which autocast, if it is on, has a tensor used in these calls."""
+    device = tensor.device.type
+    if tensor.is_floating_point() and tensor.dtype is not torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
+
+
+class SplitCalls(TorchFunctionMode):
+    """Context in which linear and convolution calls leave their weight gradients in a queue.
+
+    What it does not know runs stock: weights that need no gradient, autograd switched off, function
+    transforms, inputs of other kinds than dense tensors, and what is checkpointed: it runs again in
+    backward, outside of this context, and must save the same tensors there.
+
+    Args:
+        queue: Where they are left.
+        first: Weights and biases whose gradients are to come behind all input gradients; those of
+            other weights come where they always did.
+    """
+
+    def __init__(
+        self,
+        queue: WeightGradientQueue,
+        first: Iterable[tuple[torch.Tensor, torch.Tensor | None]] = (),
+    ) -> None:
+        super().__init__()
+        self._queue = queue
+        self._taps: dict[tuple[int, int], tuple[Tap, torch.Tensor, torch.Tensor | None]] = {}
+        self._layers: dict[int, int] = {}
+        for weight, bias in first:
+            if weight.requires_grad and torch.is_grad_enabled():
+                self._tap(weight, bias)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """As torch calls it for every function of its own."""
+        kwargs = kwargs or {}
+        if func is functional.linear:
+            made = self._linear(*args, **kwargs)
+        elif func in _DIMENSIONS:
+            made = self._convolution(func, *args, **kwargs)
+        else:
+            made = None
+        return func(*args, **kwargs) if made is None else made
+
+    def _tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Tap:
+        key = id(weight), id(bias)
+        if key not in self._taps:
+            layer = self._layers.setdefault(id(weight), len(self._layers))
+            self._taps[key] = Tap(layer, weight, bias, self._queue), weight, bias
+        return self._taps[key][0]
+
+    def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+        if not _can_be_split(input, weight, bias) or input.dim() < 2:
+            return None
+        return split_linear(input.to(_autocast_dtype(input)), self._tap(weight, bias))
+
+    def _convolution(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        bind = _bind_transposed if func in _TRANSPOSED else _bind
+        input, weight, bias, geometry = bind(_DIMENSIONS[func], *args, **kwargs)
+        if geometry is None or not _can_be_split(input, weight, bias) or input.dim() != weight.dim():
+            return None
+        return split_convolution(input.to(_autocast_dtype(input)), self._tap(weight, bias), geometry)
+
+
+_Bound = tuple[Any, Any, Any, Geometry | None]
+
+
+def _bind(
+    dimensions: int, input: Any, weight: Any, bias: Any = None,
+    stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+) -> _Bound:  # fmt: skip
+    """The arguments of a convolution; no geometry for padding that is not the same on both sides."""
+    if isinstance(padding, str):
+        padding = 0 if padding == "valid" else None
+    if padding is None:
+        return input, weight, bias, None
+    places = [_each(value, dimensions) for value in (stride, padding, dilation)]
+    return input, weight, bias, Geometry(places[0], places[1], places[2], False, (0,) * dimensions, groups)
+
+
+def _bind_transposed(
+    dimensions: int, input: Any, weight: Any, bias: Any = None,
+    stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: int = 1, dilation: Any = 1,
+) -> _Bound:  # fmt: skip
+    """The arguments of a transposed convolution."""
+    places = [_each(value, dimensions) for value in (stride, padding, dilation, output_padding)]
+    return input, weight, bias, Geometry(places[0], places[1], places[2], True, places[3], groups)
+
+
+def _each(value: Any, dimensions: int) -> tuple[int, ...]:
+    """A number for each dimension; one counts for all."""
+    values: Sequence[int] = (value,) if isinstance(value, int) else tuple(value)
+    return tuple(values) * dimensions if len(values) == 1 else tuple(values)
+
+
+def _can_be_split(input: Any, weight: Any, bias: Any) -> bool:
+    tensors = [input, weight] if bias is None else [input, weight, bias]
+    if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+        return False
+    if any(t.layout is not torch.strided or t.device != weight.device for t in tensors):
+        return False
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if in_function_transform() or saved_tensors_are_hooked():
+        return False
+    dtypes = {_autocast_dtype(tensor) for tensor in tensors}
+    return weight.requires_grad and len(dtypes) == 1 and weight.is_floating_point()

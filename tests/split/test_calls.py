@@ -1,0 +1,273 @@
+"""Split layers against stock ones: outputs and gradients, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from gradweave.split.calls import SplitCalls
+from gradweave.split.queue import WeightGradientQueue
+
+
+def weights_of(model):
+    return [(m.weight, m.bias) for m in model.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))]
+
+
+def gradients(model, x, *, split, delayed=True, budget=None, autocast=False, backwards=1, loss=None):
+    """Output, input gradient and weight gradients of a forward and backward, or several."""
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.is_floating_point())
+    queue = WeightGradientQueue(budget)
+    model.zero_grad()
+    for _ in range(backwards):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if split:
+                with SplitCalls(queue, weights_of(model) if delayed else ()):
+                    out = model(x)
+            else:
+                out = model(x)
+        (loss or (lambda y: y.float().square().sum()))(out).backward()
+    assert queue.held == 0
+    return [out.detach(), x.grad, *(p.grad for p in model.parameters())], queue
+
+
+def check(model, x, **options):
+    made, queue = gradients(model, x, split=True, **options)
+    kept = {key: value for key, value in options.items() if key in ("autocast", "backwards", "loss")}
+    expected, _ = gradients(copy.deepcopy(model), x, split=False, **kept)
+    assert len(made) == len(expected)
+    for one, other in zip(made, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype
+            assert one.stride() == other.stride()
+            assert torch.equal(one, other)
+    return queue
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+ways = pytest.mark.parametrize(("delayed", "budget"), [(True, None), (True, 0), (True, 4096), (False, None)])
+precisions = pytest.mark.parametrize("autocast", [False, True])
+
+
+@ways
+@precisions
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8), (2, 3, 4, 8), (0, 8)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear(shape, bias, autocast, delayed, budget):
+    model = nn.Sequential(nn.Linear(8, 16, bias=bias), nn.GELU(), nn.Linear(16, 4, bias=bias))
+    queue = check(model, torch.randn(shape), autocast=autocast, delayed=delayed, budget=budget)
+    if budget is not None:
+        assert queue.most_held <= budget
+
+
+CONVOLUTIONS = {
+    "1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), (2, 4, 9)),
+    "2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1), (2, 4, 9, 9)),
+    "2d, no bias": (lambda: nn.Conv2d(4, 6, 1, bias=False), (2, 4, 5, 5)),
+    "2d, depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, dilation=2), (2, 4, 9, 9)),
+    "2d, groups": (lambda: nn.Conv2d(4, 8, 3, groups=2, padding="valid"), (2, 4, 9, 9)),
+    "2d, same": (lambda: nn.Conv2d(4, 8, 3, padding="same"), (2, 4, 9, 9)),
+    "2d, reflect": (lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode="reflect"), (2, 4, 9, 9)),
+    "3d": (lambda: nn.Conv3d(2, 3, (1, 3, 2)), (2, 2, 4, 5, 5)),
+    "transposed 1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 9)),
+    "transposed 2d": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1, groups=2), (2, 4, 9, 9)),
+    "transposed 3d": (lambda: nn.ConvTranspose3d(2, 3, 2, dilation=2), (1, 2, 4, 4, 4)),
+    "empty": (lambda: nn.Conv2d(4, 6, 3), (0, 4, 9, 9)),
+    "unbatched": (lambda: nn.Conv2d(4, 6, 3), (4, 9, 9)),
+}
+
+
+@precisions
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize(("delayed", "budget"), [(True, None), (True, 0), (False, None)])
+def test_convolutions(name, autocast, delayed, budget):
+    make, shape = CONVOLUTIONS[name]
+    model = nn.Sequential(make(), nn.ReLU())
+    check(model, torch.randn(shape), autocast=autocast, delayed=delayed, budget=budget)
+
+
+@precisions
+def test_channels_last(autocast):
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8))
+    model = model.to(memory_format=torch.channels_last)
+    check(model, torch.randn(2, 4, 9, 9).to(memory_format=torch.channels_last), autocast=autocast)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 5), st.booleans(), st.booleans(), st.integers(0, 400))
+def test_linear_of_any_layout(inputs, outputs, rows, transposed, bias, budget):
+    model = nn.Linear(inputs, outputs, bias=bias)
+    x = torch.randn(inputs, rows).t() if transposed else torch.randn(rows, inputs)
+    check(model, x, budget=budget)
+    check(model, torch.randn(2, inputs, rows).transpose(1, 2) if transposed else torch.randn(2, rows, inputs))
+
+
+def test_attention():
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=False)[0]
+
+    check(Attends(), torch.randn(2, 5, 8))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.mix(torch.tanh(self.mix(self.embedding(x))))
+        return F.linear(x, self.embedding.weight)
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+@ways
+def test_tied_and_reused_weights_and_accumulation(delayed, budget, backwards):
+    check(Tied(), torch.randint(0, 11, (3, 5)), delayed=delayed, budget=budget, backwards=backwards)
+
+
+def test_frozen_weights_and_biases():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    model[1].bias.requires_grad_(False)
+    model[2].requires_grad_(False)
+    check(model, torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.two(checkpoint(lambda x: torch.tanh(self.one(x)), x, use_reentrant=reentrant))
+
+    check(Checkpointed(), torch.randn(3, 8))
+
+
+def test_hooks_see_the_whole_gradient_once():
+    def count(split):
+        model = Tied()
+        seen = []
+        for p in model.parameters():
+            p.register_hook(lambda grad: seen.append(grad.clone()) or grad * 2)
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        return gradients(model, torch.randint(0, 11, (3, 5)), split=split)[0], seen
+
+    torch.manual_seed(1)
+    made, seen = count(True)
+    torch.manual_seed(1)
+    expected, stock = count(False)
+    assert all(torch.equal(a, b) for a, b in zip(made[2:], expected[2:], strict=True))
+    assert len(seen) == len(stock) == 6
+    assert sum(float(x.sum()) for x in seen) == pytest.approx(sum(float(x.sum()) for x in stock))
+
+
+def test_all_input_gradients_come_before_delayed_weight_gradients():
+    order = []
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.name = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            order.append(ctx.name)
+            return grad, None
+
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    for index, layer in enumerate(model):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, index=index: order.append(f"W{index}"))
+    for delayed, expected in ((True, "X2 X1 X0 W2 W1 W0"), (False, "W2 X2 W1 X1 W0 X0")):
+        order.clear()
+        x = torch.randn(2, 4, requires_grad=True)
+        with SplitCalls(WeightGradientQueue(), weights_of(model) if delayed else ()):
+            for index, layer in enumerate(model):
+                x = layer(Noted.apply(x, f"X{index}"))
+        x.sum().backward()
+        assert " ".join(order) == expected
+
+
+def test_second_derivatives():
+    def both(split):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Conv1d(3, 2, 2))
+        x = torch.randn(2, 3, 4, requires_grad=True)
+        queue = WeightGradientQueue()
+        with SplitCalls(queue, weights_of(model)) if split else torch.enable_grad():
+            loss = model(x).square().sum()
+        first = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
+        return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [x, *model.parameters()])]
+
+    torch.manual_seed(2)
+    made = both(True)
+    torch.manual_seed(2)
+    for one, other in zip(made, both(False), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_weight_changed_before_backward_is_an_error():
+    model = nn.Linear(4, 4)
+    with SplitCalls(WeightGradientQueue()):
+        loss = model(torch.randn(2, 4, requires_grad=True)).sum()
+    with torch.no_grad():
+        model.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_backward_that_fails_can_be_followed_by_another():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("on purpose")
+
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    queue = WeightGradientQueue()
+    with SplitCalls(queue, weights_of(model)):
+        x = model[0](torch.randn(2, 4, requires_grad=True))
+        loss = model[2](model[1](Fails.apply(x))).sum()
+    with pytest.raises(ValueError, match="on purpose"):
+        loss.backward()
+    assert queue.held > 0
+    queue.clear()
+    model.zero_grad()
+    x = torch.randn(2, 4)
+    with SplitCalls(queue, weights_of(model)):
+        model[2](model[1](model[0](x))).sum().backward()
+    assert queue.held == 0
+    made = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    model[2](model[1](model[0](x))).sum().backward()
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), made, strict=True))
+
+
+def test_no_grad_and_function_transforms_run_stock():
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    with SplitCalls(WeightGradientQueue()):
+        with torch.no_grad():
+            assert not model(x).requires_grad
+        weights = dict(model.named_parameters())
+        made = torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
+    assert torch.equal(made["weight"], x.sum(0).expand(4, 4))
