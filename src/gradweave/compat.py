@@ -61,6 +61,15 @@ def load_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._load_state_dict_post_hooks.values())
 
 
+ConvolutionModule = torch.nn.modules.conv._ConvNd
+"""What all convolution modules have in common."""
+
+
+def forward_hooks(module: torch.nn.Module) -> list[Any]:
+    """The hooks that run before a module's forward."""
+    return list(module._forward_pre_hooks.values())
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls back when the backward that is now running is through; not if it fails."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

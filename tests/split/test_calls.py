@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradweave.split.calls import SplitCalls
 from gradweave.split.queue import WeightGradientQueue
+from gradweave.split.streams import InLine
 
 
 def weights_of(model):
@@ -21,7 +22,7 @@ def weights_of(model):
 def gradients(model, x, *, split, delayed=True, budget=None, autocast=False, backwards=1, loss=None):
     """Output, input gradient and weight gradients of a forward and backward, or several."""
     x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_(x.is_floating_point())
-    queue = WeightGradientQueue(budget)
+    queue = WeightGradientQueue(InLine(), budget)
     model.zero_grad()
     for _ in range(backwards):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -198,7 +199,7 @@ def test_all_input_gradients_come_before_delayed_weight_gradients():
     for delayed, expected in ((True, "X2 X1 X0 W2 W1 W0"), (False, "W2 X2 W1 X1 W0 X0")):
         order.clear()
         x = torch.randn(2, 4, requires_grad=True)
-        with SplitCalls(WeightGradientQueue(), weights_of(model) if delayed else ()):
+        with SplitCalls(WeightGradientQueue(InLine()), weights_of(model) if delayed else ()):
             for index, layer in enumerate(model):
                 x = layer(Noted.apply(x, f"X{index}"))
         x.sum().backward()
@@ -209,7 +210,7 @@ def test_second_derivatives():
     def both(split):
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Conv1d(3, 2, 2))
         x = torch.randn(2, 3, 4, requires_grad=True)
-        queue = WeightGradientQueue()
+        queue = WeightGradientQueue(InLine())
         with SplitCalls(queue, weights_of(model)) if split else torch.enable_grad():
             loss = model(x).square().sum()
         first = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
@@ -224,7 +225,7 @@ def test_second_derivatives():
 
 def test_a_weight_changed_before_backward_is_an_error():
     model = nn.Linear(4, 4)
-    with SplitCalls(WeightGradientQueue()):
+    with SplitCalls(WeightGradientQueue(InLine())):
         loss = model(torch.randn(2, 4, requires_grad=True)).sum()
     with torch.no_grad():
         model.weight.mul_(2)
@@ -243,7 +244,7 @@ def test_a_backward_that_fails_can_be_followed_by_another():
             raise ValueError("on purpose")
 
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-    queue = WeightGradientQueue()
+    queue = WeightGradientQueue(InLine())
     with SplitCalls(queue, weights_of(model)):
         x = model[0](torch.randn(2, 4, requires_grad=True))
         loss = model[2](model[1](Fails.apply(x))).sum()
@@ -265,7 +266,7 @@ def test_a_backward_that_fails_can_be_followed_by_another():
 def test_no_grad_and_function_transforms_run_stock():
     model = nn.Linear(4, 4)
     x = torch.randn(2, 4)
-    with SplitCalls(WeightGradientQueue()):
+    with SplitCalls(WeightGradientQueue(InLine())):
         with torch.no_grad():
             assert not model(x).requires_grad
         weights = dict(model.named_parameters())

@@ -1,9 +1,10 @@
-"""Weight gradients that are still to be computed, oldest first, within a bound of bytes."""
+"""Weight gradients that are still to be finished, oldest first, within a bound of bytes."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -16,61 +17,81 @@ class Task:
 
     Attributes:
         layer: Of which weight; the same for all calls that use it.
-        held: Bytes that stay alive until it has run, besides those that forward keeps anyway.
+        held: Bytes that stay alive until it is finished, besides those that forward keeps anyway.
     """
 
     def __init__(self, layer: int, held: Sequence[torch.Tensor], compute: Callable[[], Gradients]) -> None:
         self.layer = layer
         self.held = sum(tensor.numel() * tensor.element_size() for tensor in held)
         self._compute: Callable[[], Gradients] | None = compute
-        self._result: Gradients = (None, None)
+        self._result: Gradients | None = None
 
     @property
-    def is_done(self) -> bool:
-        """Whether it has run."""
+    def is_finished(self) -> bool:
+        """Whether its inputs are no longer needed."""
         return self._compute is None
 
-    def run(self) -> Gradients:
-        """Computes the gradients, the first time it is called."""
-        if self._compute is not None:
+    def compute(self) -> None:
+        """Computes the gradients, on the current stream, unless it was done; the inputs stay alive."""
+        if self._result is None and self._compute is not None:
             self._result = self._compute()
-            self._compute = None
-        return self._result
+
+    def finish(self) -> Gradients:
+        """The gradients; lets go of the inputs."""
+        self.compute()
+        self._compute = None
+        return self._result or (None, None)
+
+
+class Place(Protocol):
+    """Where tasks run."""
+
+    def start(self, task: Task) -> None:
+        """The task's inputs are there: it may begin."""
+
+    def wait(self, task: Task) -> None:
+        """From here on the current stream may use the task's results, and its inputs' memory."""
 
 
 class WeightGradientQueue:
-    """Where backward leaves weight gradients, for a policy to say when they run.
+    """Where backward leaves weight gradients until somebody asks for them.
 
     Args:
-        byte_budget: What tasks that wait may hold; beyond it the oldest run. None for no bound.
+        place: Where they run.
+        byte_budget: What unfinished tasks may hold; beyond it the oldest are finished. None for no bound.
 
     Attributes:
-        held: Bytes that waiting tasks hold.
+        held: Bytes that unfinished tasks hold.
         most_held: The most there ever were.
     """
 
-    def __init__(self, byte_budget: int | None = None) -> None:
+    def __init__(self, place: Place, byte_budget: int | None = None) -> None:
+        self.place = place
         self.byte_budget = byte_budget
         self.held = 0
         self.most_held = 0
-        self._waiting: deque[Task] = deque()
+        self._unfinished: deque[Task] = deque()
 
     def add(self, task: Task) -> None:
-        """Leaves a task; runs what is too much."""
-        self._waiting.append(task)
+        """Leaves a task; finishes what is too much."""
+        self._unfinished.append(task)
         self.held += task.held
-        while self._waiting and self.byte_budget is not None and self.held > self.byte_budget:
-            self.run(self._waiting[0])
+        self.place.start(task)
+        while self._unfinished and self.byte_budget is not None and self.held > self.byte_budget:
+            self.finish(self._unfinished[0])
         self.most_held = max(self.most_held, self.held)
 
-    def run(self, task: Task) -> Gradients:
-        """Runs a task now, unless it has run."""
-        if not task.is_done:
-            self._waiting.remove(task)
+    def finish(self, task: Task) -> Gradients:
+        """The gradients of a task."""
+        if not task.is_finished:
+            self.place.wait(task)
+            self._unfinished.remove(task)
             self.held -= task.held
-        return task.run()
+        return task.finish()
 
     def clear(self) -> None:
-        """Forgets what waits: the backward that left it has failed."""
-        self._waiting.clear()
+        """Waits for what is under way and forgets it: the backward that left it has failed."""
+        for task in self._unfinished:
+            self.place.wait(task)
+        self._unfinished.clear()
         self.held = 0

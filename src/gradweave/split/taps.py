@@ -44,7 +44,7 @@ class Tap:
         weight: torch.Tensor | None = None
         bias: torch.Tensor | None = None
         for task in tasks:
-            of_weight, of_bias = self.queue.run(task)
+            of_weight, of_bias = self.queue.finish(task)
             weight = _sum(weight, of_weight)
             bias = _sum(bias, of_bias)
         return weight, bias

@@ -1,0 +1,114 @@
+"""``reorder()``: weight gradients out of order, under an unchanged training loop."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradweave.compat import ConvolutionModule, current_backward, forward_hooks, is_compiled, is_distributed_tensor
+from gradweave.errors import ArgumentError
+from gradweave.fusion.hooks import ModuleHook
+from gradweave.split.calls import SplitCalls
+from gradweave.split.queue import Place, WeightGradientQueue
+from gradweave.split.streams import Beside, InLine
+
+POLICIES = ("side_stream",)
+_NO_BACKWARD = -1
+
+
+def reorder(model: nn.Module, policy: str = "side_stream", *, byte_budget: int | None = None) -> Reordering:
+    """Takes the weight gradients of linear and convolution layers out of the chain of backward.
+
+    Gradients are bit for bit the stock ones, and all there when ``backward()`` returns.
+
+    Args:
+        model: Whose layers; those inside of ``torch.utils.checkpoint`` stay in order.
+        policy: ``"side_stream"`` computes them on a second stream, beside the input gradients; on the CPU,
+            behind them.
+        byte_budget: Bytes that weight gradients which are not finished may keep alive; beyond it, backward
+            waits for the oldest. None for no bound.
+
+    Returns:
+        A handle that detaches; also a context manager that does so at its end.
+    """
+    if policy not in POLICIES:
+        raise ArgumentError("policy", policy, f"use one of {', '.join(POLICIES)}")
+    if byte_budget is not None and byte_budget < 0:
+        raise ArgumentError("byte_budget", byte_budget, "give 0 or more bytes, or None for no bound")
+    devices = {p.device for p in model.parameters()}
+    if len(devices) != 1:
+        raise ArgumentError("model", f"parameters on {len(devices)} devices", "give a model that is on one device")
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel):
+            raise ArgumentError("model", "DataParallel", "copies weights behind our back; use DistributedDataParallel")
+        if is_compiled(module):
+            raise ArgumentError(
+                "model", "torch.compile", "runs layers where they cannot be split; give the plain model"
+            )
+        if any(isinstance(hook, _Enter) and hook.attached for hook in forward_hooks(module)):
+            raise ArgumentError("model", type(module).__name__, "is reordered already; detach() that first")
+    if any(is_distributed_tensor(p) for p in model.parameters()):
+        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+    return Reordering(model, devices.pop(), byte_budget)
+
+
+class Reordering:
+    """What :func:`reorder` returns: a hold on the attachment."""
+
+    def __init__(self, model: nn.Module, device: torch.device, byte_budget: int | None) -> None:
+        place: Place = Beside(device) if device.type == "cuda" else InLine()
+        self._queue = WeightGradientQueue(place, byte_budget)
+        self._model = model
+        self._open: list[ExitStack] = []
+        self._hooks = [
+            model.register_forward_pre_hook(_Enter(self._enter), prepend=True),
+            model.register_forward_hook(_Enter(self._leave), always_call=True),
+        ]
+
+    def __enter__(self) -> Reordering:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    @property
+    def most_bytes_held(self) -> int:
+        """The most bytes that unfinished weight gradients have kept alive at once."""
+        return self._queue.most_held
+
+    def detach(self) -> None:
+        """Lets go: the model's next forward is a stock one."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _enter(self, *_: Any) -> None:
+        if current_backward() == _NO_BACKWARD:
+            self._queue.clear()
+        stack = ExitStack()
+        stack.enter_context(SplitCalls(self._queue, self._weights()))
+        self._open.append(stack)
+
+    def _leave(self, *_: Any) -> None:
+        if self._open:
+            self._open.pop().close()
+
+    def _weights(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Those whose gradients are to come last: of layers, in the order of the model."""
+        layers = (module for module in self._model.modules() if isinstance(module, (nn.Linear, ConvolutionModule)))
+        return [(layer.weight, layer.bias) for layer in layers]
+
+
+class _Enter(ModuleHook):
+    """A hook by which the next reorder() finds this one; a copy of the model does not have it."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether it does anything."""
+        return self._callback is not None

@@ -1,0 +1,196 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import gradweave
+from gradweave.split.attach import reorder
+from gradweave.zoo import GPT, MobileNetV2
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[
+        pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    ]),
+]  # fmt: skip
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def small_gpt():
+    return GPT(vocabulary=50, width=32, blocks=3, heads=2, tokens=16), torch.randint(0, 50, (4, 17))
+
+
+def train(device, reordered, *, make=small_gpt, steps=5, each=lambda model: None, **options):
+    torch.manual_seed(0)
+    model, data = make()
+    model, data = model.to(device), data.to(device)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    handle = reorder(model, **options) if reordered else None
+    losses = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+        loss.backward()
+        each(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return model, torch.stack(losses), handle
+
+
+def same_weights(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@devices
+@pytest.mark.parametrize("budget", [None, 0, 20_000])
+def test_training_is_the_stock_training_within_the_budget(device, budget):
+    made, losses, handle = train(device, True, byte_budget=budget)
+    expected, stock, _ = train(device, False)
+    assert torch.equal(losses, stock)
+    assert same_weights(made, expected)
+    assert budget is None or handle.most_bytes_held <= budget
+    assert budget == 0 or handle.most_bytes_held > 0
+
+
+@devices
+def test_a_convolutional_network(device):
+    def gradients(reordered):
+        torch.manual_seed(0)
+        model = MobileNetV2(classes=10).to(device)
+        x = torch.randn(2, 3, 64, 64, device=device)
+        if reordered:
+            reorder(model)
+        with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+            model(x).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
+
+
+def test_gradients_are_all_there_when_backward_returns():
+    def each(model):
+        assert all(p.grad is not None for p in model.parameters())
+
+    train("cpu", True, each=each)
+
+
+def test_detached_and_copied_models_are_stock():
+    model, data = small_gpt()
+    with reorder(model) as handle:
+        model(data[:, :-1]).sum().backward()
+        held = handle.most_bytes_held
+        assert held > 0
+        twin = copy.deepcopy(model)
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        for other in (twin, torch.load(saved, weights_only=False)):
+            other(data[:, :-1]).sum().backward()
+            assert handle.most_bytes_held == held
+            reorder(other).detach()
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
+    model(data[:, :-1]).sum().backward()
+
+
+def test_a_forward_or_backward_that_fails_leaves_nothing_behind():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.fail = ""
+
+        def forward(self, x):
+            x = self.one(x)
+            if self.fail == "forward":
+                raise ValueError("forward")
+            x.register_hook(self.check)
+            return self.two(x)
+
+        def check(self, grad):
+            if self.fail == "backward":
+                raise ValueError("backward")
+
+    model = Fails()
+    x = torch.randn(2, 4)
+    handle = reorder(model)
+    model(x).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    for fail in ("forward", "backward"):
+        model.fail = fail
+        with pytest.raises(ValueError, match=fail):
+            model(x).sum().backward()
+        assert torch.overrides._len_torch_function_stack() == 0
+        model.fail = ""
+        model.zero_grad()
+        model(x).sum().backward()
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
+    assert handle._queue.held == 0
+
+
+def test_evaluation_runs_stock():
+    model, data = small_gpt()
+    handle = reorder(model)
+    with torch.no_grad():
+        model(data[:, :-1])
+    assert handle.most_bytes_held == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"policy": "fastest"}, "policy"), ({"byte_budget": -1}, "byte_budget")],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(gradweave.GradweaveError, match=message):
+        reorder(nn.Linear(2, 2), **arguments)
+
+
+def test_what_cannot_be_reordered_is_refused():
+    model = nn.Sequential(nn.Linear(2, 2))
+    with reorder(model), pytest.raises(gradweave.GradweaveError, match="already"):
+        reorder(model)
+    with pytest.raises(gradweave.GradweaveError, match=r"torch\.compile"):
+        reorder(torch.compile(model))
+    with pytest.raises(gradweave.GradweaveError, match="DataParallel"):
+        reorder(nn.DataParallel(model))
+    with pytest.raises(gradweave.GradweaveError, match="devices"):
+        reorder(nn.ReLU())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("budget", [None, 0])
+def test_a_captured_step(budget):
+    def run(reordered):
+        torch.manual_seed(0)
+        model, data = small_gpt()
+        model, data = model.cuda(), data.cuda()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
+        if reordered:
+            reorder(model, byte_budget=budget)
+
+        def step():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        return model
+
+    assert same_weights(run(True), run(False))
