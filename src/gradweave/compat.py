@@ -285,7 +285,7 @@ def compile_with_inductor(
     copied.output(copied.graph_copy(graph.graph, {}))
     try:
         settings = config.patch(combo_kernels=True, reorder_for_peak_memory=False)
-        with tracing(TracingContext(mode)), settings, _dead_values_stay_unrealized():
+        with tracing(TracingContext(mode)), settings:
             compiled: Any = compile_fx(torch.fx.GraphModule(graph, copied), examples)
     except torch.OutOfMemoryError:
         raise
@@ -296,31 +296,6 @@ def compile_with_inductor(
     finally:
         ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(before)
     return compiled  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _dead_values_stay_unrealized() -> Iterator[None]:
-    """Context in which an input that is changed does not bring back to life what was computed from it.
-
-    Where an input changes, Inductor makes a buffer of every value that was computed from it so far,
-    to keep the old one. Every step of every update's arithmetic is such a value; nearly all of them are
-    part of a later one and never used again, and only slow the scheduler down, which drops them.
-    """
-    from torch._inductor.graph import GraphLowering
-
-    original = GraphLowering.mark_buffer_mutated
-
-    def mark_buffer_mutated(self: Any, name: str) -> None:
-        to_be_used = {id(value) for value in tree_leaves(list(self.env.values()))}
-        if name in self.name_to_users:
-            self.name_to_users[name] = [user for user in self.name_to_users[name] if id(user) in to_be_used]
-        original(self, name)
-
-    GraphLowering.mark_buffer_mutated = mark_buffer_mutated  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        GraphLowering.mark_buffer_mutated = original  # type: ignore[method-assign]
 
 
 def scheduled_before(scheduler: Any, node: Any) -> list[Any]:
