@@ -194,3 +194,30 @@ def test_a_captured_step(budget):
         return model
 
     assert same_weights(run(True), run(False))
+
+
+@pytest.mark.parametrize("first", ["reorder", "fuse"])
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_with_fuse(mode, first):
+    """Stock weights, whichever is attached first."""
+
+    def run(woven):
+        torch.manual_seed(0)
+        model, data = small_gpt()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        attach = [lambda: reorder(model), lambda: gradweave.fuse(model, optimizer, mode)]
+        for one in (attach if first == "reorder" else attach[::-1]) if woven else ():
+            one()
+        for _ in range(6):
+            F.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    assert same_weights(run(True), run(False))
+
+
+def test_a_compiled_step_refuses_a_reordered_model():
+    model = nn.Linear(2, 2)
+    with reorder(model), pytest.raises(gradweave.GradweaveError, match="reordered"):
+        gradweave.compile(model, lambda m, x: m(x).sum(), optim.SGD(model.parameters(), lr=0.1))

@@ -49,11 +49,17 @@ def reorder(model: nn.Module, policy: str = "side_stream", *, byte_budget: int |
             raise ArgumentError(
                 "model", "torch.compile", "runs layers where they cannot be split; give the plain model"
             )
-        if any(isinstance(hook, _Enter) and hook.attached for hook in forward_hooks(module)):
-            raise ArgumentError("model", type(module).__name__, "is reordered already; detach() that first")
+    if is_reordered(model):
+        raise ArgumentError("model", type(model).__name__, "is reordered already; detach() that first")
     if any(is_distributed_tensor(p) for p in model.parameters()):
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
     return Reordering(model, devices.pop(), byte_budget)
+
+
+def is_reordered(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, is reordered."""
+    hooks = (hook for module in model.modules() for hook in forward_hooks(module))
+    return any(isinstance(hook, _Enter) and hook.attached for hook in hooks)
 
 
 class Reordering:

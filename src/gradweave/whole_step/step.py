@@ -27,6 +27,7 @@ from gradweave.compat import (
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.attach import is_fused
 from gradweave.marks import mark_compiled
+from gradweave.split.attach import is_reordered
 from gradweave.whole_step.optimizer_inputs import NoStateError
 from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.program import LOSS_MARK, Program, StepOptions
@@ -120,6 +121,8 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
         raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
     if is_fused(model):
         raise ArgumentError("model", type(model).__name__, "is fused; detach() that first, compile() does its work")
+    if is_reordered(model):
+        raise ArgumentError("model", type(model).__name__, "is reordered; detach() that first")
     if step_pre_hooks(optimizer):
         raise ArgumentError("optimizer", name, "has step hooks, which would not see gradients; remove them")
     for module in model.modules():
