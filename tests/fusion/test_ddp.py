@@ -1,16 +1,12 @@
 """Two real ranks: the update must wait for the averaged gradient."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from fusion.loops import adamw, make_net
 from gradweave.errors import ArgumentError
 from gradweave.fusion import fuse
+from ranks import run_ranks
 
 WORKER = """
 import os
@@ -54,23 +50,7 @@ os._exit(0)
 @pytest.mark.parametrize("mode", ["forward", "auto"])
 @pytest.mark.parametrize("clip", ["clip", "free"])
 def test_two_ranks_train_as_under_plain_ddp(mode, clip, tmp_path):
-    tests = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(tmp_path / "store"), mode, clip],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        for process in ranks:
-            out, err = process.communicate(timeout=90)
-            assert process.returncode == 0, err
-            assert out == "ok\n"
-    finally:
-        for process in ranks:
-            process.kill()
+    run_ranks(WORKER, tmp_path / "store", mode, clip)
 
 
 def test_backward_is_refused_under_ddp(tmp_path):

@@ -1,0 +1,46 @@
+"""Two real ranks: DDP reduces the weight gradients that come last as it does all others."""
+
+import pytest
+
+from ranks import run_ranks
+
+WORKER = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from fusion.loops import adamw, batches, loss_of, make_net
+from gradweave.split.attach import reorder
+
+rank, store, budget = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+results = []
+for reordered in (False, True):
+    model = DistributedDataParallel(make_net())
+    optimizer = adamw(model)
+    if reordered:
+        handle = reorder(model, byte_budget=None if budget == "none" else int(budget))
+    for number, (x, y) in enumerate(batches(20)):
+        if number % 2 != rank:
+            continue
+        loss_of(model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    results.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+assert budget == "0" or handle.most_bytes_held > 0
+assert torch.equal(*results), (results[0] - results[1]).abs().max()
+everyone = [torch.empty_like(results[1]) for _ in range(2)]
+dist.all_gather(everyone, results[1])
+assert torch.equal(*everyone)
+dist.barrier()
+print("ok", flush=True)
+# Leave without joining gloo's threads: torch may abort when a peer has gone first.
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("budget", ["none", "0"])
+def test_two_ranks_train_as_under_plain_ddp(budget, tmp_path):
+    run_ranks(WORKER, tmp_path / "store", budget)
