@@ -48,9 +48,9 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.flatten(0, -2).float(), y.flatten())
 
 
-def tokens(rows: int) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
+def tokens(rows: int, length: int = 1024) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
     def make(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        made = token_sequences(rows, 1025, 50304, generator)
+        made = token_sequences(rows, length + 1, 50304, generator)
         return made[:, :-1].contiguous(), made[:, 1:].contiguous()
 
     return make

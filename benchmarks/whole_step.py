@@ -14,26 +14,18 @@ Workloads that the results already hold are left out, so that a table can be fil
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from step_variants import CUDA, WORKLOADS, Workload, make_variant
+from turns import Child, ready_ones, serve, take_turns
 
 from fusion import append, draw, read
 from gradweave.compare.run import environment
-from gradweave.compare.statistics import paired_ratio, percentiles
 
 BASELINE = "compile_ro"
-ROUNDS, STEPS = 9, 20
-CHECKED_STEPS = 10
 MEGABYTE = 1 << 20
 FLOPS_PER_SECOND, BYTES_PER_SECOND = 790e12, 4.3e12
 """What an H200 was measured to do."""
@@ -45,111 +37,41 @@ def use_fast_settings() -> None:
     torch.set_float32_matmul_precision("high")
 
 
-class Child:
-    """A process that takes the steps of one variant."""
-
-    def __init__(self, workload: str, variant: str, **environment: str) -> None:
-        self.workload, self.variant = workload, variant
-        command = [sys.executable, __file__, "child", "--workload", workload, "--variant", variant]
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, **environment},
-        )
-
-    def answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()  # type: ignore[union-attr]
-        if not line:
-            self._log.seek(0)
-            raise SystemExit(f"{self.workload} {self.variant} failed:\n{self._log.read()[-3000:]}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self) -> dict[str, Any]:
-        """Has the child take a round of steps."""
-        self._process.stdin.write("round\n")  # type: ignore[union-attr]
-        self._process.stdin.flush()  # type: ignore[union-attr]
-        return self.answer()
-
-    def close(self) -> None:
-        self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.wait(timeout=60)
-
-
-def run_child(workload: Workload, variant: str) -> None:
-    """Makes a variant ready, says so, and takes a round of steps for each line that comes in."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    began = time.perf_counter()
-    torch.cuda.init()
-    batches = workload.batches()
-    call = make_variant(variant, workload)
-    wait: Callable[[], Any] = getattr(call, "wait", torch.cuda.synchronize)
-    losses = [float(call(batches[0]))]
-    eager_peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    losses += [float(call(batches[i % 4])) for i in range(1, CHECKED_STEPS)]
-    wait()
-    ready = {"losses": losses, "seconds": time.perf_counter() - began}
-    peaks = {"first_step_peak": eager_peak, "peak": torch.cuda.max_memory_allocated()}
-    print(json.dumps({**ready, **peaks}), file=answers)
-    for _ in sys.stdin:
-        wait()
-        began = time.perf_counter()
-        for index in range(STEPS):
-            call(batches[index % 4])
-        wait()
-        print(json.dumps({"ms": 1e3 * (time.perf_counter() - began) / STEPS}), file=answers)
-
-
 def measure(
     workload: Workload, children: dict[str, Child], ready: dict[str, dict[str, Any]]
 ) -> list[dict[str, object]]:
     """Has the variants of a workload take turns."""
-    order = [*children, BASELINE + " (again)"]
-    times: dict[str, list[float]] = {name: [] for name in order}
-    for child in children.values():
-        child.ask()
-    for number in range(ROUNDS):
-        for name in order[number % len(order) :] + order[: number % len(order)]:
-            times[name].append(children[name.removesuffix(" (again)")].ask()["ms"])
     rows: list[dict[str, object]] = []
-    expected = ready[BASELINE]["losses"]
-    for name in order:
-        own = ready[name.removesuffix(" (again)")]
-        low, middle, high = percentiles(times[name])
-        ratio = paired_ratio(times[BASELINE], times[name])
-        off = max(abs(a - b) / abs(a) for a, b in zip(expected, own["losses"], strict=True))
-        floors = workload.flops / FLOPS_PER_SECOND, workload.update_bytes / BYTES_PER_SECOND
+    floors = workload.flops / FLOPS_PER_SECOND, workload.update_bytes / BYTES_PER_SECOND
+    for name, one in take_turns(children, ready, BASELINE).items():
         rows.append(
             {
-                "case": workload.name, "mode": name, "ms_20": f"{low:.4f}", "ms_50": f"{middle:.4f}",
-                "ms_80": f"{high:.4f}", "speedup": f"{ratio.value:.4f}", "speedup_low": f"{ratio.low:.4f}",
-                "speedup_high": f"{ratio.high:.4f}", "peak_mib": f"{own['peak'] / MEGABYTE:.0f}",
-                "first_step_peak_mib": f"{own['first_step_peak'] / MEGABYTE:.0f}",
-                "largest_relative_loss_difference": f"{off:.2e}", "against": BASELINE,
+                "case": workload.name, "mode": name, "ms_20": f"{one.low:.4f}", "ms_50": f"{one.middle:.4f}",
+                "ms_80": f"{one.high:.4f}", "speedup": f"{one.ratio.value:.4f}", "speedup_low": f"{one.ratio.low:.4f}",
+                "speedup_high": f"{one.ratio.high:.4f}", "peak_mib": f"{one.ready['peak'] / MEGABYTE:.0f}",
+                "first_step_peak_mib": f"{one.ready['first_step_peak'] / MEGABYTE:.0f}",
+                "largest_relative_loss_difference": f"{one.off:.2e}", "against": BASELINE,
                 "flops_floor_ms": f"{1e3 * floors[0]:.3f}", "update_floor_ms": f"{1e3 * floors[1]:.3f}",
                 **environment(CUDA),
             }
         )  # fmt: skip
-        print(f"   {name:20s} {middle:8.3f} ms  {ratio}  losses within {off:.1e}", flush=True)
+        print(f"   {name:20s} {one.middle:8.3f} ms  {one.ratio}  losses within {one.off:.1e}", flush=True)
     return rows
 
 
 def measure_times(workloads: list[Workload], variants: list[str] | None, results: Path) -> None:
     everyone = {
-        workload.name: {name: Child(workload.name, name) for name in variants or workload.variants}
+        workload.name: {name: Child(__file__, workload.name, name) for name in variants or workload.variants}
         for workload in workloads
     }
-    ready = {name: {v: child.answer() for v, child in children.items()} for name, children in everyone.items()}
+    ready = {name: ready_ones(children) for name, children in everyone.items()}
     for workload in workloads:
+        children = everyone[workload.name]
         print(workload.name, flush=True)
-        append(results, measure(workload, everyone[workload.name], ready[workload.name]))
-        for child in everyone[workload.name].values():
+        if BASELINE in ready[workload.name]:
+            able = {name: child for name, child in children.items() if name in ready[workload.name]}
+            append(results, measure(workload, able, ready[workload.name]))
+        for child in children.values():
             child.close()
 
 
@@ -162,7 +84,7 @@ def measure_start(workloads: list[Workload], results: Path) -> None:
     with tempfile.TemporaryDirectory() as caches:
         for which in ("cold", "warm"):
             children = [
-                Child(w.name, name, TORCHINDUCTOR_CACHE_DIR=f"{caches}/{w.name}-{name}")
+                Child(__file__, w.name, name, TORCHINDUCTOR_CACHE_DIR=f"{caches}/{w.name}-{name}")
                 for w in workloads
                 for name in ("eager", BASELINE, "step")
                 if name in w.variants
@@ -225,7 +147,7 @@ def main() -> None:
     if arguments.what == "draw":
         draw(arguments.results, baseline=BASELINE, over='torch.compile(mode="reduce-overhead") and a fused optimizer')
     elif arguments.what == "child":
-        run_child(workloads[0], arguments.variant)
+        serve(lambda: make_variant(arguments.variant, workloads[0]), workloads[0].batches)
     elif arguments.what == "curves":
         measure_curves(arguments.text, arguments.results)
     elif arguments.what == "profile":
@@ -238,6 +160,8 @@ def main() -> None:
             measure_start(left, arguments.results)
         else:
             variants = arguments.variants.split(",") if arguments.variants else None
+            if variants is not None and BASELINE not in variants:
+                parser.error(f"--variants needs {BASELINE}, which the others are compared with")
             measure_times(left, variants, arguments.results)
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradweave.announce import announce
+from gradweave.errors import ArgumentError
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 """As ``__torch_function__`` of a subclass: functions see it as a plain tensor."""
@@ -235,25 +236,45 @@ def rematerialize(
     from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.aot_autograd import aot_module_simplified
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.utils.checkpoint import CheckpointPolicy
 
     def keep(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:  # noqa: ARG001
         return make_boxed_func(gm.forward)
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        for node in filter(_draws_random_numbers, joint.graph.nodes):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            elif budget < 1:
+                remedy = f'would draw the numbers of {node.target} anew; give None or 1, or lower="inductor"'
+                raise ArgumentError("memory_budget", budget, remedy)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     table = None
     if decompose:
         from torch._inductor.decomposition import select_decomp_table
 
         table = select_decomp_table()
-    with config.patch(activation_memory_budget=budget):
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(config, "force_non_lazy_backward_lowering"):
+        settings["force_non_lazy_backward_lowering"] = True
+    with config.patch(settings):
         split: Callable[..., Any] = aot_module_simplified(
-            forward,
-            inputs,
-            fw_compiler=keep,
-            bw_compiler=keep,
-            partition_fn=min_cut_rematerialization_partition,
-            decompositions=table,
+            forward, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=table
         )
     return split
+
+
+def _draws_random_numbers(node: torch.fx.Node) -> bool:
+    """Whether an operation's result is another one each time; attention without dropout is not such a one."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    for position, argument in enumerate(arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(given != 0)
+    return True
 
 
 def add_one(tensors: list[torch.Tensor]) -> None:

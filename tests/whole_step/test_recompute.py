@@ -57,3 +57,106 @@ def test_the_budget_of_torch_keeps_the_peak(monkeypatch):
     anew, same = run(monkeypatch, memory_budget=1.0)
     assert torch.equal(losses, anew)
     assert same <= peak
+
+
+class Gated(torch.nn.Module):
+    """Has a parameter that only an extra result depends on, and an extra result without a derivative at 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(6))
+        self.bias = torch.nn.Parameter(torch.zeros(6))
+        self.probe = torch.nn.Linear(6, 2)
+        self.register_buffer("mask", torch.tensor([0.0, 1, 1, 1, 1, 1]))
+
+    def loss(self, x):
+        hidden = self.weight * (x * self.mask)
+        return (hidden + self.bias - 1).square().mean(), (hidden.square().mean(0).sqrt(), self.probe(hidden))
+
+
+class RunningNormalizer(torch.nn.Module):
+    """Uses its statistics, and then changes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def loss(self, x):
+        hidden = self.layer(x)
+        centred = (hidden - self.mean.exp()).tanh()
+        with torch.no_grad():
+            self.mean.lerp_(hidden.mean(0), 0.1)
+        return (centred - 1).square().mean(), None
+
+
+class SharedBuffers(torch.nn.Module):
+    """Two buffers on one storage, one of them changed in forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 4)
+        whole = torch.ones(6)
+        self.register_buffer("whole", whole)
+        self.register_buffer("part", whole[:4])
+
+    def loss(self, x):
+        self.whole.mul_(1.1)
+        return (self.layer(x) * self.part).square().mean() * torch.tensor(2.0), None
+
+
+@pytest.mark.parametrize("model_class", [Gated, RunningNormalizer, SharedBuffers])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_the_partitioner_cannot_do_or_would_do_differently(model_class, optimizer):
+    def train(lower):
+        torch.manual_seed(0)
+        model = model_class()
+        optim = optimizer(model.parameters(), lr=0.1, weight_decay=0.1)
+        step = gradweave.compile(model, lambda m, x: m.loss(x), optim, lower=lower)
+        generator = torch.Generator().manual_seed(1)
+        results = [step(torch.randn(8, 6, generator=generator)) for _ in range(5)]
+        losses = [result[0] if isinstance(result, tuple) else result for result in results]
+        return torch.stack(losses), model.state_dict(), optim.state_dict()["state"]
+
+    made, expected = train("inductor"), train("replay")
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [None, 1.0, 0.5])
+def test_dropout_drops_in_backward_what_it_dropped_in_forward(budget):
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.ones(64))
+
+    def loss(model, x):
+        dropped = torch.nn.functional.dropout(torch.sin(model.weight * x), 0.5)
+        return dropped.sum(), dropped
+
+    step = gradweave.compile(model, loss, torch.optim.SGD(model.parameters(), lr=1.0), memory_budget=budget)
+    x = torch.linspace(0.5, 1.0, 64)
+    step(x)
+    for _ in range(3):
+        before = model.weight.detach().clone()
+        _, dropped = step(x)
+        assert torch.equal(dropped == 0, model.weight.detach() == before)
+
+
+def test_random_numbers_that_would_be_drawn_anew_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 8), torch.nn.Tanh())
+    step = gradweave.compile(
+        model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1), lower="replay", memory_budget=0.1
+    )
+    step(torch.ones(2, 8))
+    with pytest.raises(gradweave.GradweaveError, match=r"memory_budget=0\.1.*draw"):
+        step(torch.ones(2, 8))
+
+
+def test_a_recorded_step_keeps_everything():
+    from contextlib import nullcontext
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gradweave.compile(model, lambda m, x: m(x).square().mean(), optimizer, memory_budget=0.3)
+    for _ in range(2):
+        step(torch.randn(4, 8))
+    step.record(lambda *_: nullcontext())
+    step(torch.randn(4, 8))

@@ -54,3 +54,27 @@ def test_recorded_among_compiled_steps():
     assert kinds.index(Kind.F) < kinds.index(Kind.X)
     assert kinds[-1] is Kind.U
     assert marks.inside == 0
+
+
+def test_an_error_in_a_recorded_step_closes_its_task_and_comes_through():
+    model = torch.nn.Linear(4, 4)
+    step = gradweave.compile(model, lambda m, x: m(x).sum(), optim.SGD(model.parameters(), lr=0.1), lower="replay")
+    x = torch.randn(2, 4)
+    for _ in range(2):
+        step(x)
+    entered, left = [], []
+
+    @contextmanager
+    def mark(kind, layer):
+        entered.append(kind)
+        if len(entered) == 2:
+            raise ValueError("on purpose")
+        yield
+        left.append(kind)
+
+    step.record(mark)
+    with pytest.raises(ValueError, match="on purpose"):
+        step(x)
+    assert len(left) == 1
+    step.record(None)
+    step(x)

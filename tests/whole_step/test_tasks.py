@@ -34,7 +34,7 @@ def mlp():
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0}, {"max_value": 0.1}])
 def test_products_of_an_mlp(clip):
     step = traced(mlp(), torch.randn(3, 8), torch.randn(3, 4), **clip)
-    places = tasks_of(step, mlp_of(step))
+    places = tasks_of(step, mlp_of(step)).places
     products = [
         tuple(places[node]) for node in step.graph.graph.nodes if node.target in (aten.mm.default, aten.addmm.default)
     ]
@@ -57,7 +57,7 @@ def mlp_of(step):
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0}])
 def test_every_operation_has_a_task_and_every_update_its_layer(clip):
     step = traced(mlp(), torch.randn(3, 8), torch.randn(3, 4), **clip)
-    places = tasks_of(step, mlp_of(step))
+    places = tasks_of(step, mlp_of(step)).places
     nodes = step.graph.graph.nodes
     assert set(places) == {node for node in nodes if node.op == "call_function"}
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -82,7 +82,7 @@ def test_tied_weights_are_one_layer_and_their_gradients_are_x_where_both_uses_wa
 
     model = Tied()
     step = traced(model, torch.randn(3, 8), torch.randn(3, 8))
-    places = tasks_of(step, model)
+    places = tasks_of(step, model).places
     assert {place.layer for place in places.values()} == {0, 1}
     products = [tuple(places[n]) for n in step.graph.graph.nodes if n.target is aten.mm.default]
     assert products[:3] == [(Kind.F, 0), (Kind.F, 1), (Kind.F, 1)]

@@ -103,16 +103,19 @@ class Trial:
             self.variant.fusion.record(recorder.update)
         if self.variant.whole_step is not None:
             self.variant.whole_step.record(recorder.part)
-        for number in range(steps):
-            recorder.step = number
-            self._one_step(batches, recorder)
-        if self.variant.fusion is not None:
-            self.variant.fusion.record(None)
+        try:
+            for number in range(steps):
+                recorder.step = number
+                self._one_step(batches, recorder)
+        finally:
+            if self.variant.fusion is not None:
+                self.variant.fusion.record(None)
+            if self.variant.whole_step is not None:
+                self.variant.whole_step.record(None)
         self._rng = self._rng_state()
         self.losses += [float(loss) for loss in self._pending]
         self._pending = []
         if self.variant.whole_step is not None:
-            self.variant.whole_step.record(None)
             self.timeline = recorder.timeline(f"{self.label}, one operation at a time")
             return
         self.timeline = recorder.timeline(self.label)

@@ -53,7 +53,8 @@ def reorder(model: nn.Module, policy: str = "side_stream", *, byte_budget: int |
         raise ArgumentError("model", type(model).__name__, "is reordered already; detach() that first")
     if any(is_distributed_tensor(p) for p in model.parameters()):
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
-    return Reordering(model, devices.pop(), byte_budget)
+    device = devices.pop()
+    return Reordering(model, Beside(device) if device.type == "cuda" else InLine(), byte_budget)
 
 
 def is_reordered(model: nn.Module) -> bool:
@@ -65,8 +66,7 @@ def is_reordered(model: nn.Module) -> bool:
 class Reordering:
     """What :func:`reorder` returns: a hold on the attachment."""
 
-    def __init__(self, model: nn.Module, device: torch.device, byte_budget: int | None) -> None:
-        place: Place = Beside(device) if device.type == "cuda" else InLine()
+    def __init__(self, model: nn.Module, place: Place, byte_budget: int | None) -> None:
         self._queue = WeightGradientQueue(place, byte_budget)
         self._model = model
         self._open: list[ExitStack] = []

@@ -114,6 +114,7 @@ class SharedState:
             be done, because parameters have gradients that its graph does not know.
         norm: Of all gradients in the last update, where it is computed.
         mark: If steps are to be recorded, what gives the context for each of their tasks.
+        layers: The modules of the last recorded step, by number.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -124,6 +125,7 @@ class SharedState:
         self.finish_eagerly = False
         self.norm: torch.Tensor | None = None
         self.mark: Mark | None = None
+        self.layers: tuple[str, ...] = ()
 
     def counts(self, params: Sequence[nn.Parameter]) -> PackedCounts:
         """The packed counts of these parameters."""

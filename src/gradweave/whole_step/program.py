@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.optim import Optimizer
 
+from gradweave.announce import announce
 from gradweave.compat import compile_lock, has_gradient_hooks
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import same_objects
@@ -22,11 +23,11 @@ from gradweave.whole_step.capture import Captured
 from gradweave.whole_step.lower import Compiled, Replay, Runnable
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.packing import SharedState
-from gradweave.whole_step.recompute import with_recomputation
+from gradweave.whole_step.recompute import is_checkpointed, with_recomputation
 from gradweave.whole_step.recording import run_marked
 from gradweave.whole_step.scalars import moved_slots
 from gradweave.whole_step.scaling import Scaling, scaler_inputs
-from gradweave.whole_step.tasks import Place, tasks_of
+from gradweave.whole_step.tasks import StepTasks, tasks_of
 from gradweave.whole_step.trace import Clipping, Objective, Recipe, TracedStep, trace_step
 
 LOSS_MARK = {"gradweave": "loss"}
@@ -83,7 +84,7 @@ class _Made:
     runnable: Runnable
 
     @cached_property
-    def tasks(self) -> dict[Node, Place]:
+    def tasks(self) -> StepTasks:
         """What each operation is for; asked for when a step is recorded."""
         return tasks_of(self.traced, self.model)
 
@@ -146,8 +147,9 @@ class Program:
             if shared.mark is None:
                 outputs = made.runnable.run(given)
             else:
-                outputs = run_marked(made.traced, given, made.tasks, shared.mark)
+                outputs = run_marked(made.traced, given, made.tasks.places, shared.mark)
                 mark_written(params)
+                shared.layers = made.tasks.layers
         if not update:
             shared.show_sums([params[index] for index in made.traced.with_gradient])
             return outputs
@@ -170,17 +172,50 @@ class Program:
         began = time.perf_counter()
         options.report("tracing the step")
         optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
-        exact = purpose.lower == "replay"
-        forward = with_recomputation(self._forward, inputs, trainable, options.memory_budget, exact=exact)
-        objective = Objective(forward, inputs, trainable, self._loss_output)
         scale = scaler_inputs(options.scaler)
         recipe = Recipe(options.clipping, sums, purpose.summed, purpose.update, purpose.scaling, scale)
-        given = [*inputs, *sums, *scale]
-        made = _Made(purpose, self._model, *self._lowered(objective, optimizer, recipe, given, exact=exact))
+
+        def lowered(forward: Callable[..., Any]) -> tuple[TracedStep, Runnable]:
+            objective = Objective(forward, inputs, trainable, self._loss_output)
+            exact = purpose.lower == "replay"
+            return self._lowered(objective, optimizer, recipe, [*inputs, *sums, *scale], exact=exact)
+
+        made = _Made(purpose, self._model, *self._with_recomputation(purpose, inputs, lowered))
         kept = [one for one in self._made if one.traced.optimizer.fits()]
         self._made = [*kept[1 - _MOST_KEPT :], made]
         options.report(f"ready after {time.perf_counter() - began:.1f} s")
         return made
+
+    def _with_recomputation(
+        self,
+        purpose: _Purpose,
+        inputs: Sequence[Any],
+        lowered: Callable[[Callable[..., Any]], tuple[TracedStep, Runnable]],
+    ) -> tuple[TracedStep, Runnable]:
+        """Lowers the step with a backward that computes activations anew, or without where torch cannot do it."""
+        recorded = purpose.lower != self._options.lower
+        budget = None if recorded else self._options.memory_budget
+        try:
+            return lowered(
+                with_recomputation(
+                    self._forward, inputs, purpose.trainable, self._loss_output, budget, exact=purpose.lower == "replay"
+                )
+            )
+        except (GradweaveError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # torch's partitioner raises whatever it runs into
+            if budget is not None:
+                raise GradweaveError(
+                    f"memory_budget={budget}: torch cannot compute the activations of this model anew, "
+                    f"give None or 1, or use torch.utils.checkpoint: {error}"
+                ) from error
+            if is_checkpointed(self._forward):
+                raise GradweaveError(
+                    "what torch.utils.checkpoint marks cannot be compiled, maybe because of random numbers in it; use "
+                    f'lower="replay", or memory_budget instead of it: {error}'
+                ) from error
+            announce(f"compile: all activations are kept, torch cannot compute them anew: {type(error).__name__}")
+            return lowered(self._forward)
 
     def _lowered(
         self, objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, inputs: Sequence[Any], *, exact: bool

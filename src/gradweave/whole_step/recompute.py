@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from gradweave.compat import fake_mode, fake_of, rematerialize
 
@@ -18,6 +18,7 @@ def with_recomputation(
     forward: GraphModule,
     inputs: Sequence[torch.Tensor],
     trainable: Sequence[int],
+    loss_output: int,
     budget: float | None,
     *,
     exact: bool,
@@ -28,6 +29,7 @@ def with_recomputation(
         forward: As Dynamo captured it.
         inputs: Of the forward; not changed.
         trainable: Which inputs need gradients.
+        loss_output: Which output is differentiated.
         budget: Share of the activations that may be kept; None for what ``torch.compile`` would keep.
             What activation checkpointing marks is computed anew in any case, its random numbers being
             those of the forward.
@@ -45,4 +47,24 @@ def with_recomputation(
     for index in trainable:
         fakes[index].requires_grad_()
     with torch.enable_grad():
-        return rematerialize(forward, fakes, budget, decompose=not exact)
+        return rematerialize(_only_the_loss_has_gradients(forward, loss_output), fakes, budget, decompose=not exact)
+
+
+def is_checkpointed(forward: GraphModule) -> bool:
+    """Whether a part of a forward is marked by ``torch.utils.checkpoint``."""
+    return any("checkpoint" in str(node.target) for node in forward.graph.nodes if node.op == "call_function")
+
+
+def _only_the_loss_has_gradients(forward: GraphModule, loss_output: int) -> GraphModule:
+    """A forward whose other outputs take no part in backward, where they would have gradients of zero."""
+    graph = Graph()
+    outputs = list(graph.graph_copy(forward.graph, {}))  # type: ignore[arg-type]
+    for index, output in enumerate(outputs):
+        if index != loss_output and isinstance(output, Node) and isinstance(_example(output), torch.Tensor):
+            outputs[index] = graph.call_method("detach", (output,))
+    graph.output(tuple(outputs))
+    return GraphModule(forward, graph)
+
+
+def _example(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))

@@ -20,9 +20,12 @@ Mark = Callable[[Kind, int], AbstractContextManager[None]]
 def run_marked(traced: TracedStep, inputs: Sequence[torch.Tensor], places: dict[Node, Place], mark: Mark) -> list[Any]:
     """Takes the step on the optimizer's state and numbers as they are; returns the traced outputs."""
     optimizer = traced.optimizer
-    with ExitStack() as open_task:
+    open_task = ExitStack()
+    try:
         interpreter = _Marking(traced.graph, places, mark, open_task)
         result: list[Any] = interpreter.run(list(inputs), optimizer.state(), list(optimizer.numbers()))
+    finally:
+        open_task.close()
     return result[:-1] if traced.can_skip else result
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gradweave.compat import is_symbolic, trace_to_graph
+from gradweave.compat import is_symbolic, memory_of, trace_to_graph
 from gradweave.whole_step.tensor_forms import FUNCTIONS, IN_PLACE, new_value
 from gradweave.whole_step.trace import TracedStep, changed_by, root
 
@@ -82,7 +82,7 @@ def split_scalars(
     members = [[state[slot] for slot in slots] for slots in classes]
     advancing = tuple(index for index, same in enumerate(members) if _is_changed(same[0], nodes))
     scalars, handed_over = _scalar_graph(nodes, moved, members, advancing, numbers, dtype, device)
-    main, uses = _main_graph(traced.graph, nodes, moved, handed_over)
+    main, uses = _main_graph(traced.graph, nodes, moved, handed_over, shared=device.type == "cpu")
     left = tuple(slot for slot, node in enumerate(state) if node not in moved)
     return SplitStep(scalars, main, uses, classes, advancing, left)
 
@@ -94,23 +94,26 @@ def _is_changed(state: Node, nodes: Sequence[Node]) -> bool:
 def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set[Node]:
     """Everything that depends on given state and numbers alone, and changes nothing else.
 
-    State that is changed by something that stays is not given after all.
+    What is changed by something that stays, stays too.
     """
+    stay: set[Node] = set()
     while True:
-        moved = set(state) | numbers
+        moved = (state | numbers) - stay
         for node in nodes:
-            if node.op == "call_function" and node.all_input_nodes and all(i in moved for i in node.all_input_nodes):
+            used = node.all_input_nodes
+            if node.op == "call_function" and node not in stay and used and all(n in moved for n in used):
                 moved.add(node)
-        changed = {
-            root(argument)
-            for node in nodes
-            if node not in moved
-            for argument in changed_by(node)
-            if root(argument) in state
-        }
-        if not changed:
+        changed = {memory for node in nodes if node not in moved for n in changed_by(node) if (memory := _memory(n))}
+        touched = {node for node in moved if _memory(node) in changed}
+        if not touched:
             return moved
-        state = state - changed
+        stay |= touched
+
+
+def _memory(node: Node) -> int | None:
+    """What names the memory behind a node's value; numbers have none."""
+    value = node.meta.get("val")
+    return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
 class _Emulator:
@@ -190,12 +193,14 @@ def _scalar_graph(
 
 
 def _main_graph(
-    module: GraphModule, nodes: Sequence[Node], moved: set[Node], scalars: Sequence[Sequence[Node]]
+    module: GraphModule, nodes: Sequence[Node], moved: set[Node], scalars: Sequence[Sequence[Node]], *, shared: bool
 ) -> tuple[GraphModule, tuple[int, ...]]:
     """The rest of the step, with inputs for the scalars behind its own, and which scalar each of these is.
 
-    Every use of a scalar has an input of its own: what reads one buffer is what Inductor tries to fuse,
-    pair by pair, and the updates of different weights have nothing else in common.
+    Unless they are shared, every use of a scalar has an input of its own: what reads one buffer is what
+    Inductor tries to fuse, pair by pair, and the updates of different weights have nothing else in common.
+    That saves much time in compiling, and costs none in a captured graph; on the CPU, where inputs are
+    handed over in every step, it would.
     """
     graph = Graph()
     values: dict[Node, Node] = {}
@@ -205,7 +210,15 @@ def _main_graph(
             values[node].meta = dict(node.meta)
     scalar_of = {owner: index for index, owners in enumerate(scalars) for owner in owners}
     uses = [(node, used) for node in nodes if node not in moved for used in node.all_input_nodes if used in scalar_of]
-    inputs = {use: graph.placeholder(f"scalar_{number}") for number, use in enumerate(uses)}
+    inputs: dict[tuple[Node, Node], Node] = {}
+    which: list[int] = []
+    of_scalar: dict[int, Node] = {}
+    for use in uses:
+        scalar = scalar_of[use[1]]
+        if not shared or scalar not in of_scalar:
+            of_scalar[scalar] = graph.placeholder(f"scalar_{len(which)}")
+            which.append(scalar)
+        inputs[use] = of_scalar[scalar]
     for node in nodes:
         if node in moved or node.op == "placeholder":
             continue
@@ -216,7 +229,7 @@ def _main_graph(
             values[node] = _in_tensor_form(graph, node, known)
         else:
             values[node] = graph.node_copy(node, known.__getitem__)
-    return GraphModule(module, graph), tuple(scalar_of[used] for _, used in uses)
+    return GraphModule(module, graph), tuple(which)
 
 
 def _in_tensor_form(graph: Graph, node: Node, values: dict[Node, Node]) -> Node:

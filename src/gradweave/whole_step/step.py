@@ -222,6 +222,11 @@ class Step:
         self._shared.mark = mark
 
     @property
+    def recorded_layers(self) -> tuple[str, ...]:
+        """The names of the modules that the last recorded step had as its layers, by their number."""
+        return self._shared.layers
+
+    @property
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients of the last step, before it was clipped."""
         if self._shared.norm is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,19 @@ from gradweave.schedule.tasks import Kind
 from gradweave.whole_step.trace import TracedStep, changed_by, phase_of, root
 
 
+@dataclass(frozen=True)
+class StepTasks:
+    """The tasks of a step.
+
+    Attributes:
+        places: The task of every operation.
+        layers: The name of each layer's module.
+    """
+
+    places: dict[Node, Place]
+    layers: tuple[str, ...]
+
+
 class Place(NamedTuple):
     """A kind of task, and the layer it is for."""
 
@@ -20,7 +34,7 @@ class Place(NamedTuple):
     layer: int
 
 
-def tasks_of(traced: TracedStep, model: nn.Module) -> dict[Node, Place]:
+def tasks_of(traced: TracedStep, model: nn.Module) -> StepTasks:
     """The task of every operation.
 
     Layers are the modules that have trainable parameters of their own, in the order in which forward
@@ -31,8 +45,9 @@ def tasks_of(traced: TracedStep, model: nn.Module) -> dict[Node, Place]:
     """
     nodes = list(traced.graph.graph.nodes)
     owner = dict(zip((n for n in nodes if n.op == "placeholder"), traced.owners, strict=True))
-    layer_of = _layers(traced, model, nodes, owner)
-    owned = {node: layer_of[index] for node, index in owner.items() if index is not None}
+    names = _module_names(traced, model)
+    layers = _layers(names, nodes, owner)
+    owned = {node: layers[names[index]] for node, index in owner.items() if index is not None}
     serves = _served(nodes, owned)
     weights = dict(owned)
     places: dict[Node, Place] = {}
@@ -51,7 +66,7 @@ def tasks_of(traced: TracedStep, model: nn.Module) -> dict[Node, Place]:
             places[node] = _backward(reads, serves[node])
         else:
             places[node] = Place(Kind.U, min(serves[node]) if len(serves[node]) == 1 else 0)
-    return places
+    return StepTasks(places, tuple(layers))
 
 
 def _backward(reads: set[int], serves: set[int]) -> Place:
@@ -60,19 +75,23 @@ def _backward(reads: set[int], serves: set[int]) -> Place:
     return Place(Kind.X, max(reads or serves, default=0))
 
 
-def _layers(
-    traced: TracedStep, model: nn.Module, nodes: Sequence[Node], owner: dict[Node, int | None]
-) -> dict[int, int]:
-    """The layer of each trainable parameter."""
+def _module_names(traced: TracedStep, model: nn.Module) -> list[str]:
+    """The module of each trainable parameter."""
     module_of = {id(p): name for name, module in model.named_modules() for p in module.parameters(recurse=False)}
-    names = [module_of.get(id(p), "") for p in traced.optimizer.params]
+    return [module_of.get(id(p), "") for p in traced.optimizer.params]
+
+
+def _layers(names: Sequence[str], nodes: Sequence[Node], owner: dict[Node, int | None]) -> dict[str, int]:
+    """A number for each module, in the order in which the graph first reads their parameters."""
     order: dict[str, int] = {}
     for node in nodes:
         for used in node.all_input_nodes:
             index = owner.get(used)
             if index is not None:
                 order.setdefault(names[index], len(order))
-    return {index: order.setdefault(name, len(order)) for index, name in enumerate(names)}
+    for name in names:
+        order.setdefault(name, len(order))
+    return order
 
 
 def _served(nodes: Sequence[Node], owned: dict[Node, int]) -> dict[Node, set[int]]:

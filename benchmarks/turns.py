@@ -1,0 +1,127 @@
+"""Variants of a training step in processes of their own, which take turns.
+
+A benchmark script calls :func:`serve` in its children, which it starts as :class:`Child`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gradweave.compare.statistics import Ratio, paired_ratio, percentiles
+
+ROUNDS, STEPS = 9, 20
+CHECKED_STEPS = 10
+AGAIN = " (again)"
+
+
+class ChildFailedError(Exception):
+    """A variant could not be made ready, or its process ended."""
+
+
+class Child:
+    """A process that takes the steps of one variant."""
+
+    def __init__(self, script: str, workload: str, variant: str, **environment: str) -> None:
+        self.workload, self.variant = workload, variant
+        command = [sys.executable, script, "child", "--workload", workload, "--variant", variant]
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()  # type: ignore[union-attr]
+        if not line:
+            self._log.seek(0)
+            raise ChildFailedError(f"{self.workload} {self.variant} failed:\n{self._log.read()[-3000:]}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self) -> dict[str, Any]:
+        """Has the child take a round of steps."""
+        self._process.stdin.write("round\n")  # type: ignore[union-attr]
+        self._process.stdin.flush()  # type: ignore[union-attr]
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.stdin.close()  # type: ignore[union-attr]
+        self._process.wait(timeout=60)
+
+
+def serve(make: Callable[[], Callable[[Any], Any]], batches: Callable[[], Sequence[Any]]) -> None:
+    """In a child: makes a variant ready, says so, and takes a round of steps for each line that comes in."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    began = time.perf_counter()
+    on_gpu = torch.cuda.is_available()
+    given = batches()
+    call = make()
+    wait: Callable[[], Any] = getattr(call, "wait", torch.cuda.synchronize if on_gpu else lambda: None)
+    losses = [float(call(given[0]))]
+    eager_peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    losses += [float(call(given[i % len(given)])) for i in range(1, CHECKED_STEPS)]
+    wait()
+    ready = {"losses": losses, "seconds": time.perf_counter() - began}
+    peaks = {"first_step_peak": eager_peak, "peak": torch.cuda.max_memory_allocated() if on_gpu else 0}
+    print(json.dumps({**ready, **peaks}), file=answers)
+    for _ in sys.stdin:
+        wait()
+        began = time.perf_counter()
+        for index in range(STEPS):
+            call(given[index % len(given)])
+        wait()
+        print(json.dumps({"ms": 1e3 * (time.perf_counter() - began) / STEPS}), file=answers)
+
+
+class Measured:
+    """What rounds of turns gave of one variant."""
+
+    def __init__(self, milliseconds: list[float], ready: dict[str, Any], baseline: list[float], losses: list[float]):
+        self.low, self.middle, self.high = percentiles(milliseconds)
+        self.ratio: Ratio = paired_ratio(baseline, milliseconds)
+        self.ready = ready
+        apart = [abs(a - b) / abs(a) for a, b in zip(losses, ready["losses"], strict=True)]
+        self.off = max(apart) if all(value == value for value in apart) else math.nan
+
+
+def take_turns(children: dict[str, Child], ready: dict[str, dict[str, Any]], baseline: str) -> dict[str, Measured]:
+    """Has variants take turns, the baseline twice in each round."""
+    order = [*children, baseline + AGAIN]
+    times: dict[str, list[float]] = {name: [] for name in order}
+    for child in children.values():
+        child.ask()
+    for number in range(ROUNDS):
+        for name in order[number % len(order) :] + order[: number % len(order)]:
+            times[name].append(children[name.removesuffix(AGAIN)].ask()["ms"])
+    return {
+        name: Measured(times[name], ready[name.removesuffix(AGAIN)], times[baseline], ready[baseline]["losses"])
+        for name in order
+    }
+
+
+def ready_ones(children: dict[str, Child]) -> dict[str, dict[str, Any]]:
+    """What each variant says once it is ready; one that fails is left out, with its error on the screen."""
+    ready = {}
+    for name, child in children.items():
+        try:
+            ready[name] = child.answer()
+        except ChildFailedError as error:
+            print(error, flush=True)
+    return ready

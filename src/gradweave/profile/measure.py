@@ -1,0 +1,160 @@
+"""Seconds of every layer's forward, input gradient, weight gradient and update, on the device they run on."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave.compat import flat_leaves
+from gradweave.errors import ArgumentError
+from gradweave.schedule.costs import Costs, LayerCost
+from gradweave.schedule.tasks import Kind
+from gradweave.whole_step import compile
+
+ROUNDS = 5
+REPLAYS = 5
+Progress = Callable[[str, float], None]
+
+
+def measure_costs(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    batch: Sequence[Any],
+    *,
+    rounds: int = ROUNDS,
+    progress: Progress = lambda *_: None,
+) -> Costs:
+    """Measures a training step task by task; model and optimizer stay as they are.
+
+    A copy of both takes the steps, one operation after the other. On a GPU the operations of a task are
+    captured and replayed, so that what is measured is their work and not their launches.
+
+    Args:
+        model: What is trained.
+        loss_fn: Called as ``loss_fn(model, *batch)``.
+        optimizer: Whose update is measured.
+        batch: Of the size that will be trained with.
+        rounds: Steps of which the median is taken.
+        progress: Told what is going on, and the share that is done.
+    """
+    if rounds < 1:
+        raise ArgumentError("rounds", rounds, "give at least 1")
+    device = next(model.parameters()).device
+    model, optimizer = copy.deepcopy((model, optimizer))
+    sizes = _Sizes(model)
+    step = compile(model, loss_fn, optimizer, lower="replay")
+    progress("warming up", 0.0)
+    with sizes:
+        step(*batch)
+    watch: _Watch = _Replaying() if device.type == "cuda" else _Timing()
+    seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for number in range(-1, rounds):
+        watch.seconds.clear()
+        step.record(watch.task)
+        step(*batch)
+        for task, spent in watch.seconds.items() if number >= 0 else ():
+            seconds[task].append(spent)
+        progress(f"round {max(number, 0) + 1} of {rounds}", (number + 2) / (rounds + 1))
+    step.record(None)
+    layers = []
+    for number, name in enumerate(step.recorded_layers):
+        forward, input_grad, weight_grad, update = (
+            median(seconds[kind, number] or [0.0]) for kind in (Kind.F, Kind.X, Kind.W, Kind.U)
+        )
+        given, made, weights = sizes.of(name)
+        named = name or type(model).__name__
+        layers.append(LayerCost(named, forward, input_grad, weight_grad, update, given, made, weights))
+    return Costs(tuple(layers), name=type(model).__name__, source="measured")
+
+
+class _Watch(Protocol):
+    """Sums up the seconds of each task of a step."""
+
+    seconds: dict[tuple[Kind, int], float]
+
+    def task(self, kind: Kind, layer: int) -> Any:
+        """Context in which operations of a task run."""
+
+
+class _Timing:
+    """On the host's clock: for the CPU, which runs what it is given at once."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[Kind, int], float] = defaultdict(float)
+
+    @contextmanager
+    def task(self, kind: Kind, layer: int) -> Iterator[None]:
+        """Measures what runs inside."""
+        began = time.perf_counter()
+        yield
+        self.seconds[kind, layer] += time.perf_counter() - began
+
+
+class _Replaying:
+    """As replays of a CUDA graph, one for each run of operations.
+
+    The first replay does the work that a capture only records; further ones are measured. They do it
+    again, which for a copy that is thrown away does no harm.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[tuple[Kind, int], float] = defaultdict(float)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def task(self, kind: Kind, layer: int) -> Iterator[None]:
+        """Captures what is given inside, then runs and measures it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            yield
+        graph.replay()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        self.seconds[kind, layer] += begin.elapsed_time(end) / REPLAYS / 1e3
+
+
+class _Sizes:
+    """Bytes of each module's input, output and parameters, from one forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = dict(model.named_modules())
+        self._bytes: dict[str, tuple[int, int]] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for name, module in self._modules.items():
+            self._hooks.append(module.register_forward_hook(self._note(name)))
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _note(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def note(_: nn.Module, given: Any, made: Any) -> None:
+            self._bytes[name] = _bytes_of(given), _bytes_of(made)
+
+        return note
+
+    def of(self, name: str) -> tuple[int, int, int]:
+        """Of a module's input, output and own parameters."""
+        weights = _bytes_of(list(self._modules[name].parameters(recurse=False)))
+        return (*self._bytes.get(name, (0, 0)), weights)
+
+
+def _bytes_of(values: Any) -> int:
+    tensors = [value for value in flat_leaves(values) if isinstance(value, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

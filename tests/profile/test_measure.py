@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+from gradweave import plan
+from gradweave.errors import ArgumentError
+from gradweave.profile import measure_costs
+from gradweave.schedule.builders import single
+from gradweave.schedule.costs import Costs
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[
+        pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    ]),
+]  # fmt: skip
+
+
+def setting(device="cpu"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 8)).to(device)
+    batch = torch.randn(256, 64, device=device), torch.randn(256, 8, device=device)
+    return model, lambda m, x, y: F.mse_loss(m(x), y), optim.AdamW(model.parameters()), batch
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_costs_of_an_mlp(device):
+    model, loss_fn, optimizer, batch = setting(device)
+    before = [p.clone() for p in model.parameters()]
+    told = []
+    costs = measure_costs(model, loss_fn, optimizer, batch, progress=lambda *what: told.append(what))
+    assert [layer.name for layer in costs.layers] == ["0", "2", "4"]
+    middle = costs.layers[1]
+    assert all(seconds > 0 for seconds in (middle.forward, middle.input_grad, middle.weight_grad, middle.update))
+    assert middle.forward > costs.layers[2].forward
+    assert middle.weight_grad > costs.layers[2].weight_grad
+    assert (middle.input_bytes, middle.output_bytes) == (4 * 256 * 512, 4 * 256 * 1024)
+    assert middle.parameter_bytes == 4 * (512 + 1) * 1024
+    assert costs.layers[0].input_grad <= middle.input_grad
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+    assert told[-1][1] == 1.0
+
+
+def test_the_cost_file_is_one_that_schedules_read(tmp_path):
+    costs = measure_costs(*setting(), rounds=1)
+    costs.save(tmp_path / "costs.json")
+    loaded = Costs.load(tmp_path / "costs.json")
+    assert loaded == costs
+    timeline = plan(single(loaded, next_forward=False), policy="in_order").simulate()
+    assert timeline.makespan == pytest.approx(costs.compute_seconds)
+
+
+def test_no_rounds():
+    with pytest.raises(ArgumentError, match="rounds"):
+        measure_costs(*setting(), rounds=0)
