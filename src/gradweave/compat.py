@@ -76,6 +76,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+NO_BACKWARD = -1
+"""What :func:`current_backward` says where none is running."""
+
+
 def current_backward() -> int:
     """A number for the backward that is now running; one inside another has its own."""
     return torch._C._current_graph_task_id()

@@ -272,3 +272,37 @@ def test_no_grad_and_function_transforms_run_stock():
         weights = dict(model.named_parameters())
         made = torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
     assert torch.equal(made["weight"], x.sum(0).expand(4, 4))
+
+
+def test_gradients_of_inputs_alone_leave_nothing_behind():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    queue = WeightGradientQueue(InLine())
+    x = torch.randn(2, 4, requires_grad=True)
+    with SplitCalls(queue, weights_of(model)):
+        loss = model(x).sum()
+    expected = torch.autograd.grad(model(x).sum(), [x, model[2].weight])
+    made = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    assert queue.held == 0
+    assert torch.equal(made, expected[0])
+    made = torch.autograd.grad(loss, model[2].weight, retain_graph=True)[0]
+    assert torch.equal(made, expected[1])
+    loss.backward(inputs=[model[0].weight], retain_graph=True)
+    loss.backward(inputs=[model[0].weight])
+    assert queue.held == 0
+    assert torch.equal(model[0].weight.grad, 2 * torch.autograd.grad(model(x).sum(), model[0].weight)[0])
+
+
+def test_several_forwards_before_one_backward():
+    def gradients_of(split):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        queue = WeightGradientQueue(InLine(), 40)
+        total = 0
+        for _ in range(2):
+            with SplitCalls(queue, weights_of(model)) if split else torch.enable_grad():
+                total = total + model(torch.randn(3, 4)).square().sum()
+        total.backward()
+        assert queue.most_held <= 40
+        return [p.grad for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(gradients_of(True), gradients_of(False), strict=True))

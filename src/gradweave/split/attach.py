@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave.compat import ConvolutionModule, current_backward, forward_hooks, is_compiled, is_distributed_tensor
+from gradweave.compat import (
+    NO_BACKWARD,
+    ConvolutionModule,
+    current_backward,
+    forward_hooks,
+    is_compiled,
+    is_distributed_tensor,
+)
 from gradweave.errors import ArgumentError
 from gradweave.fusion.hooks import ModuleHook
 from gradweave.split.calls import SplitCalls
@@ -17,7 +24,6 @@ from gradweave.split.queue import Place, WeightGradientQueue
 from gradweave.split.streams import Beside, InLine
 
 POLICIES = ("side_stream",)
-_NO_BACKWARD = -1
 
 
 def reorder(model: nn.Module, policy: str = "side_stream", *, byte_budget: int | None = None) -> Reordering:
@@ -95,7 +101,7 @@ class Reordering:
         self._hooks = []
 
     def _enter(self, *_: Any) -> None:
-        if current_backward() == _NO_BACKWARD:
+        if current_backward() == NO_BACKWARD:
             self._queue.clear()
         stack = ExitStack()
         stack.enter_context(SplitCalls(self._queue, self._weights()))

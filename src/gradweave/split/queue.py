@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from gradweave.compat import NO_BACKWARD, at_end_of_backward, current_backward
+
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 """Of a weight and of its bias."""
 
@@ -42,6 +44,10 @@ class Task:
         self._compute = None
         return self._result or (None, None)
 
+    def drop(self) -> None:
+        """Lets go of inputs and results: nobody will ask."""
+        self._compute = self._result = None
+
 
 class Place(Protocol):
     """Where tasks run."""
@@ -71,9 +77,16 @@ class WeightGradientQueue:
         self.held = 0
         self.most_held = 0
         self._unfinished: deque[Task] = deque()
+        self._backwards: dict[int, list[Task]] = {}
 
     def add(self, task: Task) -> None:
         """Leaves a task; finishes what is too much."""
+        running = current_backward()
+        if running not in self._backwards:
+            self._backwards[running] = []
+            if running != NO_BACKWARD:
+                at_end_of_backward(lambda: self._forget(self._backwards.pop(running, [])))
+        self._backwards[running].append(task)
         self._unfinished.append(task)
         self.held += task.held
         self.place.start(task)
@@ -91,7 +104,14 @@ class WeightGradientQueue:
 
     def clear(self) -> None:
         """Waits for what is under way and forgets it: the backward that left it has failed."""
-        for task in self._unfinished:
-            self.place.wait(task)
-        self._unfinished.clear()
-        self.held = 0
+        self._forget(list(self._unfinished))
+        self._backwards.clear()
+
+    def _forget(self, tasks: Sequence[Task]) -> None:
+        """Lets go of what nobody has asked for, as when only gradients of inputs were wanted."""
+        for task in tasks:
+            if not task.is_finished:
+                self.place.wait(task)
+                self._unfinished.remove(task)
+                self.held -= task.held
+                task.drop()

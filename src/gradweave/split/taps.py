@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
+from gradweave.compat import current_backward
 from gradweave.split.queue import Gradients, Task, WeightGradientQueue
 
 
@@ -30,17 +31,20 @@ class Tap:
     def __init__(self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, queue: WeightGradientQueue) -> None:
         self.layer = layer
         self.queue = queue
-        self._tasks: list[Task] = []
+        self._tasks: dict[int, list[Task]] = {}
         self.weight, self.bias = _Tap.apply(self._collect, weight, bias)  # type: ignore[no-untyped-call]
 
     def leave(self, task: Task) -> None:
         """Leaves the weight gradient of a call; called in backward."""
-        self._tasks.append(task)
+        self._tasks.setdefault(current_backward(), []).append(task)
         self.queue.add(task)
 
     def _collect(self) -> Gradients:
-        """The sums over all calls, in the order in which backward came to them."""
-        tasks, self._tasks = self._tasks, []
+        """The sums over all calls, in the order in which this backward came to them.
+
+        Another one over the same graph may have left tasks that it did not ask for.
+        """
+        tasks = self._tasks.pop(current_backward(), [])
         weight: torch.Tensor | None = None
         bias: torch.Tensor | None = None
         for task in tasks:
