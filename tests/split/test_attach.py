@@ -7,6 +7,8 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import gradweave
+from gradweave.profile import measure_costs
+from gradweave.schedule.costs import Costs
 from gradweave.split.attach import reorder
 from gradweave.zoo import GPT, MobileNetV2
 
@@ -141,7 +143,13 @@ def test_evaluation_runs_stock():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"policy": "fastest"}, "policy"), ({"byte_budget": -1}, "byte_budget")],
+    [
+        ({"policy": "fastest"}, "policy"),
+        ({"byte_budget": -1}, "byte_budget"),
+        ({"policy": "joint"}, "costs"),
+        ({"costs": Costs.uniform(2)}, "costs"),
+        ({"policy": "joint", "costs": Costs.uniform(2)}, "has no layer of this model"),
+    ],
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(gradweave.GradweaveError, match=message):
@@ -221,3 +229,21 @@ def test_a_compiled_step_refuses_a_reordered_model():
     model = nn.Linear(2, 2)
     with reorder(model), pytest.raises(gradweave.GradweaveError, match="reordered"):
         gradweave.compile(model, lambda m, x: m(x).sum(), optim.SGD(model.parameters(), lr=0.1))
+
+
+@devices
+@pytest.mark.parametrize("budget", [None, 5_000])
+def test_measured_and_planned(device, budget):
+    torch.manual_seed(0)
+    model, data = small_gpt()
+    model, data = model.to(device), data.to(device)
+
+    def loss_fn(model, data):
+        return F.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+
+    costs = measure_costs(model, loss_fn, optim.AdamW(model.parameters()), (data,), rounds=2)
+    made, losses, handle = train(device, True, policy="joint", costs=costs, byte_budget=budget)
+    expected, stock, _ = train(device, False)
+    assert torch.equal(losses, stock)
+    assert same_weights(made, expected)
+    assert budget is None or handle.most_bytes_held <= budget

@@ -19,14 +19,24 @@ from gradweave.compat import (
 )
 from gradweave.errors import ArgumentError
 from gradweave.fusion.hooks import ModuleHook
+from gradweave.schedule.builders import single
+from gradweave.schedule.costs import Costs
+from gradweave.schedule.planning import plan
 from gradweave.split.calls import SplitCalls
+from gradweave.split.placement import Planned, Turn, turns_of
 from gradweave.split.queue import Place, WeightGradientQueue
 from gradweave.split.streams import Beside, InLine
 
-POLICIES = ("side_stream",)
+POLICIES = ("side_stream", "joint")
 
 
-def reorder(model: nn.Module, policy: str = "side_stream", *, byte_budget: int | None = None) -> Reordering:
+def reorder(
+    model: nn.Module,
+    policy: str = "side_stream",
+    *,
+    byte_budget: int | None = None,
+    costs: Costs | None = None,
+) -> Reordering:
     """Takes the weight gradients of linear and convolution layers out of the chain of backward.
 
     Gradients are bit for bit the stock ones, and all there when ``backward()`` returns.
@@ -34,9 +44,10 @@ def reorder(model: nn.Module, policy: str = "side_stream", *, byte_budget: int |
     Args:
         model: Whose layers; those inside of ``torch.utils.checkpoint`` stay in order.
         policy: ``"side_stream"`` computes them on a second stream, beside the input gradients; on the CPU,
-            behind them.
+            behind them. ``"joint"`` computes there only those that gain from it, where they gain most.
         byte_budget: Bytes that weight gradients which are not finished may keep alive; beyond it, backward
             waits for the oldest. None for no bound.
+        costs: What :func:`~gradweave.profile.measure_costs` says of the model, for ``"joint"``.
 
     Returns:
         A handle that detaches; also a context manager that does so at its end.
@@ -59,8 +70,27 @@ def reorder(model: nn.Module, policy: str = "side_stream", *, byte_budget: int |
         raise ArgumentError("model", type(model).__name__, "is reordered already; detach() that first")
     if any(is_distributed_tensor(p) for p in model.parameters()):
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+    if (costs is None) == (policy == "joint"):
+        raise ArgumentError("costs", costs, 'give those of measure_costs() with policy="joint", and only there')
     device = devices.pop()
-    return Reordering(model, Beside(device) if device.type == "cuda" else InLine(), byte_budget)
+    place: Place = Beside(device) if device.type == "cuda" else InLine()
+    if costs is not None:
+        place = Planned(place, _turns(model, costs, policy))
+    return Reordering(model, place, byte_budget)
+
+
+def _turns(model: nn.Module, costs: Costs, policy: str) -> tuple[Turn, ...]:
+    """What a policy of the scheduler makes of a model's measured costs; bytes are bounded by the queue."""
+    number_of = {name: number for number, (name, _) in enumerate(_layers(model))}
+    layer_of = {index: number_of[layer.name] for index, layer in enumerate(costs.layers) if layer.name in number_of}
+    if not layer_of:
+        raise ArgumentError("costs", costs.name, "has no layer of this model; measure the model that is reordered")
+    return turns_of(plan(single(costs), policy=policy), layer_of)
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers whose gradients are to come last, in the order of the model."""
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, ConvolutionModule))]
 
 
 def is_reordered(model: nn.Module) -> bool:
@@ -112,9 +142,7 @@ class Reordering:
             self._open.pop().close()
 
     def _weights(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Those whose gradients are to come last: of layers, in the order of the model."""
-        layers = (module for module in self._model.modules() if isinstance(module, (nn.Linear, ConvolutionModule)))
-        return [(layer.weight, layer.bias) for layer in layers]
+        return [(layer.weight, layer.bias) for _, layer in _layers(self._model)]  # type: ignore[misc]
 
 
 class _Enter(ModuleHook):

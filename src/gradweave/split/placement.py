@@ -1,0 +1,106 @@
+"""Carrying out a schedule: which weight gradients run beside backward, in which order, and from when on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradweave.compat import NO_BACKWARD, current_backward
+from gradweave.errors import ArgumentError
+from gradweave.schedule.schedule import Schedule
+from gradweave.schedule.tasks import Kind
+from gradweave.split.queue import Place, Task
+
+Turn = tuple[int, int | None]
+"""A layer, and the layer whose input gradient must have been begun before its weight gradient may."""
+
+
+def turns_of(schedule: Schedule, layer_of: Mapping[int, int]) -> tuple[Turn, ...]:
+    """The weight gradients that a schedule of one device has on its second stream, in their order.
+
+    Args:
+        schedule: Of one step, or the first of several.
+        layer_of: The executor's number for a layer of the schedule; what it does not have is not its own.
+    """
+    if len(schedule.lanes) != 2:
+        raise ArgumentError("schedule", schedule.policy, "give one of two streams on one device")
+    tasks = schedule.graph.tasks
+    waits = dict(schedule.waits)
+    turns = []
+    for index in schedule.lanes[1].tasks:
+        task = tasks[index]
+        if task.kind is not Kind.W or task.step != 0 or task.layer not in layer_of:
+            continue
+        before = tasks[waits[index]] if index in waits else None
+        after = layer_of.get(before.layer) if before is not None and before.kind is Kind.X else None
+        turns.append((layer_of[task.layer], after))
+    return tuple(turns)
+
+
+@dataclass
+class _Progress:
+    """How far a backward has come.
+
+    Attributes:
+        left: Turns that have not come.
+        begun: Layers whose input gradient has been begun.
+        waiting: Tasks whose turn has not come.
+        gone: Layers whose task has begun, or was asked for before its turn.
+    """
+
+    left: deque[Turn]
+    begun: set[int] = field(default_factory=set)
+    waiting: dict[int, Task] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+
+
+class Planned:
+    """Gives tasks to another place when their turn has come; those without a turn run in line.
+
+    Args:
+        place: For those that have a turn.
+        turns: As :func:`turns_of` gives them.
+    """
+
+    def __init__(self, place: Place, turns: tuple[Turn, ...]) -> None:
+        self._place = place
+        self._turns = turns
+        self._own = {layer for layer, _ in turns}
+        self._given: set[Task] = set()
+        self._backward = NO_BACKWARD
+        self._progress = _Progress(deque())
+
+    def start(self, task: Task) -> None:
+        """Notes that a layer's input gradient has been begun, and its weight gradient can be."""
+        if current_backward() != self._backward:
+            self._backward = current_backward()
+            self._progress = _Progress(deque(self._turns))
+        progress = self._progress
+        progress.begun.add(task.layer)
+        if task.layer in self._own and task.layer not in progress.waiting and task.layer not in progress.gone:
+            progress.waiting[task.layer] = task
+        else:
+            task.compute()
+        self._take_turns(progress)
+
+    def wait(self, task: Task) -> None:
+        """Lets the current stream wait for a task that is elsewhere; one whose turn has not come runs in line."""
+        if task in self._given:
+            self._given.remove(task)
+            self._place.wait(task)
+        elif self._progress.waiting.get(task.layer) is task:
+            del self._progress.waiting[task.layer]
+            self._progress.gone.add(task.layer)
+
+    def _take_turns(self, progress: _Progress) -> None:
+        while progress.left:
+            layer, after = progress.left[0]
+            if layer not in progress.gone:
+                if layer not in progress.waiting or (after is not None and after not in progress.begun):
+                    return
+                task = progress.waiting.pop(layer)
+                progress.gone.add(layer)
+                self._given.add(task)
+                self._place.start(task)
+            progress.left.popleft()

@@ -1,0 +1,88 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradweave import plan
+from gradweave.errors import ArgumentError
+from gradweave.schedule.builders import single
+from gradweave.schedule.costs import Costs, LayerCost
+from gradweave.schedule.tasks import Demand
+from gradweave.split.calls import SplitCalls
+from gradweave.split.placement import Planned, turns_of
+from gradweave.split.queue import WeightGradientQueue
+
+
+class Noting:
+    """A place that runs what it is given at once, and notes it."""
+
+    def __init__(self):
+        self.started = []
+        self.waited = []
+
+    def start(self, task):
+        self.started.append(task.layer)
+        task.compute()
+
+    def wait(self, task):
+        assert task.layer in self.started
+        self.waited.append(task.layer)
+
+
+def gradients(model, x, place=None, budget=None):
+    model.zero_grad()
+    if place is None:
+        model(x).square().sum().backward()
+    else:
+        weights = [(layer.weight, layer.bias) for layer in model if isinstance(layer, nn.Linear)]
+        queue = WeightGradientQueue(place, budget)
+        with SplitCalls(queue, weights):
+            loss = model(x).square().sum()
+        loss.backward()
+        assert queue.held == 0
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@given(st.data())
+def test_any_plan_gives_the_stock_gradients_in_its_order(data):
+    count = data.draw(st.integers(1, 5))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+    x = torch.randn(3, 4)
+    chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+    turns = tuple((layer, data.draw(st.integers(0, layer) | st.none())) for layer in chosen)
+    budget = data.draw(st.none() | st.integers(0, 200))
+    place = Noting()
+    planned = Planned(place, turns)
+    expected = gradients(model, x)
+    for _ in range(2):
+        place.started.clear()
+        made = gradients(model, x, planned, budget)
+        assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+        in_order = iter(chosen)
+        assert all(layer in in_order for layer in place.started)
+        assert budget is not None or place.started == chosen
+        assert sorted(place.waited[-len(place.started) :]) == sorted(place.started)
+
+
+def cost(name, seconds):
+    half = Demand(0.5, 0.5)
+    return LayerCost(name, seconds, seconds, seconds, 0.1, 1, 1, 1, "", half, half, half, half)
+
+
+@pytest.mark.parametrize("policy", ["side_stream", "joint"])
+def test_turns_of_a_schedule(policy):
+    costs = Costs(tuple(cost(f"layer{i}", 1.0 + i) for i in range(4)))
+    schedule = plan(single(costs), policy=policy)
+    turns = turns_of(schedule, {1: 0, 2: 1, 3: 2})
+    assert {layer for layer, _ in turns} <= {0, 1, 2}
+    if policy == "side_stream":
+        assert turns == ((2, None), (1, None), (0, None))
+    assert all(after is None or after >= layer for layer, after in turns) or policy == "joint"
+
+
+def test_a_schedule_for_several_devices_is_refused():
+    costs = Costs.uniform(2)
+    with pytest.raises(ArgumentError, match="schedule"):
+        turns_of(plan(single(costs), policy="in_order"), {0: 0})
