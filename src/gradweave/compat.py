@@ -97,6 +97,21 @@ def saved_tensors_are_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def is_being_traced() -> bool:
+    """Whether the code that runs now is being made into a graph, by Dynamo or by the older tracer."""
+    return torch.compiler.is_compiling() or bool(torch._C._is_tracing())
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being computed."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_parametrized(module: torch.nn.Module) -> bool:
+    """Whether reading a module's weight computes it."""
+    return torch.nn.utils.parametrize.is_parametrized(module)
+
+
 def in_function_transform() -> bool:
     """Whether ``torch.func`` is transforming the code that runs now (grad, vjp, jvp, vmap, ...)."""
     return torch._C._functorch.peek_interpreter_stack() is not None

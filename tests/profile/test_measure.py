@@ -55,3 +55,17 @@ def test_the_cost_file_is_one_that_schedules_read(tmp_path):
 def test_no_rounds():
     with pytest.raises(ArgumentError, match="rounds"):
         measure_costs(*setting(), rounds=0)
+
+
+def test_random_numbers_are_left_as_they_are():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 1))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    measure_costs(model, lambda m, x: m(x).sum(), optim.SGD(model.parameters(), lr=0.1), (torch.ones(2, 4),), rounds=1)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_model_without_parameters_is_refused():
+    linear = nn.Linear(1, 1)
+    with pytest.raises(ArgumentError, match="no parameters"):
+        measure_costs(nn.ReLU(), lambda m, x: m(x).sum(), optim.SGD(linear.parameters(), lr=0.1), (torch.ones(2),))

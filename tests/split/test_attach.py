@@ -1,5 +1,6 @@
 import copy
 import io
+import threading
 
 import pytest
 import torch
@@ -247,3 +248,70 @@ def test_measured_and_planned(device, budget):
     assert torch.equal(losses, stock)
     assert same_weights(made, expected)
     assert budget is None or handle.most_bytes_held <= budget
+
+
+def test_parametrized_weights_are_computed_once_per_forward():
+    def outputs(reordered):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(20, 30)))
+        if reordered:
+            reorder(model)
+        results = []
+        for _ in range(3):
+            model.zero_grad()
+            results.append(model(torch.ones(2, 20)))
+            results[-1].sum().backward()
+        return [*results, *(p.grad for p in model.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(outputs(True), outputs(False), strict=True))
+
+
+def test_an_interrupt_in_forward_or_detaching_there_leaves_nothing_behind():
+    class Stops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.act = lambda: None
+
+        def forward(self, x):
+            self.act()
+            return self.layer(x)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    model = Stops()
+    handle = reorder(model)
+    model.act = interrupt
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 2))
+    model.act = lambda: None
+    model(torch.ones(1, 2)).sum().backward()
+    assert torch.overrides._len_torch_function_stack() == 0
+    model.act = handle.detach
+    assert "_Linear" not in str(model(torch.ones(1, 2)).grad_fn)
+    assert torch.overrides._len_torch_function_stack() == 0
+    assert not model._forward_hooks
+
+
+def test_evaluation_in_another_thread_during_backward():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    reorder(model)
+
+    def evaluate(grad):
+        def work():
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    def watch(_, __, out):
+        if out.requires_grad:
+            out.register_hook(evaluate)
+
+    model[1].register_forward_hook(watch)
+    model(torch.ones(2, 4)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())

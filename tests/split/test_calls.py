@@ -1,6 +1,8 @@
 """Split layers against stock ones: outputs and gradients, bit for bit."""
 
 import copy
+import gc
+import threading
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from gradweave.split.calls import SplitCalls
-from gradweave.split.queue import WeightGradientQueue
+from gradweave.split.queue import Task, WeightGradientQueue
 from gradweave.split.streams import InLine
+from gradweave.split.taps import Pending, Tap
 
 
 def weights_of(model):
@@ -206,21 +209,26 @@ def test_all_input_gradients_come_before_delayed_weight_gradients():
         assert " ".join(order) == expected
 
 
-def test_second_derivatives():
+@precisions
+def test_second_derivatives(autocast):
     def both(split):
         model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Conv1d(3, 2, 2))
         x = torch.randn(2, 3, 4, requires_grad=True)
         queue = WeightGradientQueue(InLine())
-        with SplitCalls(queue, weights_of(model)) if split else torch.enable_grad():
-            loss = model(x).square().sum()
+        with (
+            SplitCalls(queue, weights_of(model)) if split else torch.enable_grad(),
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        ):
+            loss = model(x).float().square().sum()
         first = torch.autograd.grad(loss, [x, *model.parameters()], create_graph=True)
         return [*first, *torch.autograd.grad(sum(g.square().sum() for g in first), [x, *model.parameters()])]
 
     torch.manual_seed(2)
     made = both(True)
     torch.manual_seed(2)
+    tolerance = {"rtol": 0.05, "atol": 0.05} if autocast else {}
     for one, other in zip(made, both(False), strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, **tolerance)
 
 
 def test_a_weight_changed_before_backward_is_an_error():
@@ -251,11 +259,12 @@ def test_a_backward_that_fails_can_be_followed_by_another():
     with pytest.raises(ValueError, match="on purpose"):
         loss.backward()
     assert queue.held > 0
-    queue.clear()
+    del loss, x
     model.zero_grad()
     x = torch.randn(2, 4)
     with SplitCalls(queue, weights_of(model)):
         model[2](model[1](model[0](x))).sum().backward()
+    gc.collect()
     assert queue.held == 0
     made = [p.grad for p in model.parameters()]
     model.zero_grad()
@@ -306,3 +315,109 @@ def test_several_forwards_before_one_backward():
         return [p.grad for p in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(gradients_of(True), gradients_of(False), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (2, 3, 4), (2, 2, 3, 4)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_results_changed_in_place(shape, bias):
+    check(nn.Sequential(nn.Linear(4, 5, bias=bias), nn.ReLU(inplace=True), nn.Linear(5, 2)), torch.randn(shape))
+    check(nn.Sequential(nn.Conv1d(4, 5, 1, bias=bias), nn.ReLU(inplace=True)), torch.randn(2, 4, 3))
+
+
+@pytest.mark.parametrize("uses", [2, 4])
+@precisions
+def test_one_layer_used_many_times(uses, autocast):
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x):
+            for _ in range(uses):
+                x = torch.tanh(self.layer(x))
+            return x
+
+    check(Loop(), torch.randn(5, 6), autocast=autocast)
+
+
+class Binary(nn.Linear):
+    """Puts another tensor in the place of its weight in every forward."""
+
+    def forward(self, x):
+        if not hasattr(self, "original"):
+            self.original = self.weight.data.clone()
+        self.weight.data = self.original.sign()
+        return F.linear(x, self.weight, self.bias)
+
+
+def test_weights_that_are_replaced_in_forward():
+    check(nn.Sequential(Binary(4, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 4))
+
+
+def test_odd_shapes_run_stock():
+    x = torch.randn(3, 4)
+    for weight, bias in (
+        (torch.randn(4, requires_grad=True), None),
+        (torch.randn(2, 4, requires_grad=True), torch.randn(1, 2, requires_grad=True)),
+        (torch.randn(0, 4, requires_grad=True), torch.randn(0, requires_grad=True)),
+    ):
+        with SplitCalls(WeightGradientQueue(InLine())):
+            F.linear(x, weight, bias).sum().backward()
+        made, weight.grad = weight.grad, None
+        F.linear(x, weight, bias).sum().backward()
+        assert torch.equal(made, weight.grad)
+
+
+def test_gradients_are_handed_over_and_not_copied():
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+    def copies(split):
+        model.zero_grad()
+        with SplitCalls(WeightGradientQueue(InLine()), weights_of(model)) if split else torch.enable_grad():
+            loss = model(torch.randn(2, 16)).sum()
+        with torch.profiler.profile() as profile:
+            loss.backward()
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
+
+    assert copies(True) <= copies(False)
+
+
+def test_nothing_is_left_behind_by_many_steps():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Conv1d(3, 3, 1), nn.Linear(4, 4))
+    queue = WeightGradientQueue(InLine())
+
+    def alive():
+        gc.collect()
+        return sum(type(one) in (Tap, Pending, Task) for one in gc.get_objects())
+
+    counts = []
+    for number in range(8):
+        with SplitCalls(queue, weights_of(model)):
+            loss = model(torch.randn(2, 3, 4)).sum()
+        if number % 2:
+            loss.backward()
+        del loss
+        counts.append(alive())
+    assert counts[-1] <= counts[0]
+
+
+def test_two_threads_train_one_model():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    queue = WeightGradientQueue(InLine(), 64)
+    expected = torch.autograd.grad(model(torch.ones(2, 4)).sum(), list(model.parameters()))
+    wrong = []
+
+    def work():
+        for _ in range(100):
+            with SplitCalls(queue, weights_of(model)):
+                loss = model(torch.ones(2, 4)).sum()
+            made = torch.autograd.grad(loss, list(model.parameters()))
+            if not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True)):
+                wrong.append(made)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

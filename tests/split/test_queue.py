@@ -1,7 +1,9 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradweave.errors import GradweaveError
 from gradweave.split.queue import Task, WeightGradientQueue
 from gradweave.split.streams import InLine
 
@@ -28,16 +30,21 @@ def test_the_oldest_run_over_the_bound_and_each_runs_once(sizes, budget, random)
     assert ran == sorted(ran)
     random.shuffle(tasks)
     for one in tasks:
-        assert float(queue.finish(one)[0]) == sizes[one.layer]
-        assert queue.finish(one)[0] is one.finish()[0]
+        queue.finish(one)
+        queue.finish(one)
+        assert float(one.take()[0]) == sizes[one.layer]
+        with pytest.raises(GradweaveError, match="gone"):
+            one.take()
     assert queue.held == 0
     assert sorted(ran) == list(range(len(sizes)))
     assert budget is None or queue.most_held <= budget
 
 
-def test_what_a_failed_backward_left_is_forgotten():
+def test_a_task_goes_with_its_graph():
     ran = []
     queue = WeightGradientQueue(InLine())
-    queue.add(task(0, 4, ran))
-    queue.clear()
+    one = task(0, 4, ran)
+    queue.add(one)
+    assert queue.held == 16
+    del one
     assert (queue.held, ran) == (0, [])

@@ -91,7 +91,7 @@ class StepHooks:
         return bool(next(reversed(step_pre_hooks(self.optimizer))) == self._pre.id)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        depth = _stack_depth()
+        depth = stack_depth()
         if self._outer is not None and depth > self._outer:
             return None
         self._outer = depth
@@ -114,7 +114,7 @@ class StepHooks:
         return args, {**kwargs, "closure": closure_then_before}
 
     def _post_hook(self, *_: Any) -> None:
-        if self._outer is not None and _stack_depth() > self._outer:
+        if self._outer is not None and stack_depth() > self._outer:
             return
         self._outer = None
         if not self.is_last:
@@ -123,7 +123,7 @@ class StepHooks:
         self._after()
 
 
-def _stack_depth() -> int:
+def stack_depth() -> int:
     """How deep the calls are nested: a step inside a step is deeper than it."""
     depth, frame = 0, sys._getframe(1)
     while frame is not None:

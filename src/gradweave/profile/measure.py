@@ -49,7 +49,22 @@ def measure_costs(
     """
     if rounds < 1:
         raise ArgumentError("rounds", rounds, "give at least 1")
+    if not any(True for _ in model.parameters()):
+        raise ArgumentError("model", type(model).__name__, "has no parameters: there is nothing to train")
     device = next(model.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return _measure(model, loss_fn, optimizer, batch, device, rounds, progress)
+
+
+def _measure(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    batch: Sequence[Any],
+    device: torch.device,
+    rounds: int,
+    progress: Progress,
+) -> Costs:
     model, optimizer = copy.deepcopy((model, optimizer))
     sizes = _Sizes(model)
     step = compile(model, loss_fn, optimizer, lower="replay")

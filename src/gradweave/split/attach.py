@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -9,16 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave.compat import (
-    NO_BACKWARD,
-    ConvolutionModule,
-    current_backward,
-    forward_hooks,
-    is_compiled,
-    is_distributed_tensor,
-)
+from gradweave.compat import ConvolutionModule, forward_hooks, is_compiled, is_distributed_tensor, is_parametrized
 from gradweave.errors import ArgumentError
-from gradweave.fusion.hooks import ModuleHook
+from gradweave.fusion.hooks import ModuleHook, stack_depth
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.planning import plan
@@ -39,7 +33,9 @@ def reorder(
 ) -> Reordering:
     """Takes the weight gradients of linear and convolution layers out of the chain of backward.
 
-    Gradients are bit for bit the stock ones, and all there when ``backward()`` returns.
+    Gradients are bit for bit the stock ones, and all there when ``backward()`` returns. Where a weight is
+    used three times or more in different forwards, or by other operations too, the order of summing up
+    may differ.
 
     Args:
         model: Whose layers; those inside of ``torch.utils.checkpoint`` stay in order.
@@ -81,7 +77,7 @@ def reorder(
 
 def _turns(model: nn.Module, costs: Costs, policy: str) -> tuple[Turn, ...]:
     """What a policy of the scheduler makes of a model's measured costs; bytes are bounded by the queue."""
-    number_of = {name: number for number, (name, _) in enumerate(_layers(model))}
+    number_of = {name or type(model).__name__: number for number, (name, _) in enumerate(_layers(model))}
     layer_of = {index: number_of[layer.name] for index, layer in enumerate(costs.layers) if layer.name in number_of}
     if not layer_of:
         raise ArgumentError("costs", costs.name, "has no layer of this model; measure the model that is reordered")
@@ -105,10 +101,11 @@ class Reordering:
     def __init__(self, model: nn.Module, place: Place, byte_budget: int | None) -> None:
         self._queue = WeightGradientQueue(place, byte_budget)
         self._model = model
-        self._open: list[ExitStack] = []
+        self._open = _Open()
+        self._detached = False
         self._hooks = [
-            model.register_forward_pre_hook(_Enter(self._enter), prepend=True),
             model.register_forward_hook(_Enter(self._leave), always_call=True),
+            model.register_forward_pre_hook(_Enter(self._enter), prepend=True),
         ]
 
     def __enter__(self) -> Reordering:
@@ -125,24 +122,62 @@ class Reordering:
         return self._queue.most_held
 
     def detach(self) -> None:
-        """Lets go: the model's next forward is a stock one."""
+        """Lets go: what the model runs from now on is stock."""
+        self._detached = True
+        self._hooks.pop().remove() if len(self._hooks) == 2 else None
+        for _, calls, _ in self._open.forwards:
+            calls.closed = True
+        if not self._open.forwards:
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _enter(self, *_: Any) -> None:
-        if current_backward() == NO_BACKWARD:
-            self._queue.clear()
+        depth = stack_depth()
+        while self._open.forwards and self._open.forwards[-1][0] >= depth:
+            self._close()
+        calls = SplitCalls(self._queue, self._weights())
         stack = ExitStack()
-        stack.enter_context(SplitCalls(self._queue, self._weights()))
-        self._open.append(stack)
+        stack.enter_context(calls)
+        self._open.forwards.append((depth, calls, stack))
 
     def _leave(self, *_: Any) -> None:
-        if self._open:
-            self._open.pop().close()
+        if self._open.forwards:
+            self._close()
+        if self._detached and not self._open.forwards:
+            self._remove_hooks()
+
+    def _close(self) -> None:
+        _, calls, stack = self._open.forwards.pop()
+        calls.closed = True
+        stack.close()
 
     def _weights(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        return [(layer.weight, layer.bias) for _, layer in _layers(self._model)]  # type: ignore[misc]
+        """Those that can be read without computing them; others have their gradients in stock order."""
+        weights = []
+        for _, layer in _layers(self._model):
+            if is_parametrized(layer) or not _is_plain(layer.weight):
+                continue
+            if layer.bias is None or _is_plain(layer.bias):
+                weights.append((layer.weight, layer.bias))
+        return weights  # type: ignore[return-value]
+
+
+def _is_plain(weight: Any) -> bool:
+    return isinstance(weight, nn.Parameter) and not nn.parameter.is_lazy(weight)
+
+
+class _Open(threading.local):
+    """The forwards that a thread is in: how deep in the stack, and their contexts.
+
+    One that was left by an interrupt, which no hook hears of, is found by its depth at the next.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: list[tuple[int, SplitCalls, ExitStack]] = []
 
 
 class _Enter(ModuleHook):

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradweave.compat import in_function_transform, saved_tensors_are_hooked
+from gradweave.compat import in_forward_mode, in_function_transform, is_being_traced, saved_tensors_are_hooked
 from gradweave.split.layers import Geometry, split_convolution, split_linear
 from gradweave.split.queue import WeightGradientQueue
 from gradweave.split.taps import Tap
@@ -40,6 +40,9 @@ class SplitCalls(TorchFunctionMode):
         queue: Where they are left.
         first: Weights and biases whose gradients are to come behind all input gradients; those of
             other weights come where they always did.
+
+    Attributes:
+        closed: Whether everything runs stock from now on.
     """
 
     def __init__(
@@ -48,11 +51,12 @@ class SplitCalls(TorchFunctionMode):
         first: Iterable[tuple[torch.Tensor, torch.Tensor | None]] = (),
     ) -> None:
         super().__init__()
+        self.closed = False
         self._queue = queue
         self._taps: dict[tuple[int, int], tuple[Tap, torch.Tensor, torch.Tensor | None]] = {}
         self._layers: dict[int, int] = {}
         for weight, bias in first:
-            if weight.requires_grad and torch.is_grad_enabled():
+            if weight.requires_grad and torch.is_grad_enabled() and not is_being_traced():
                 self._tap(weight, bias)
 
     def __torch_function__(
@@ -60,7 +64,9 @@ class SplitCalls(TorchFunctionMode):
     ) -> Any:
         """As torch calls it for every function of its own."""
         kwargs = kwargs or {}
-        if func is functional.linear:
+        if self.closed:
+            made = None
+        elif func is functional.linear:
             made = self._linear(*args, **kwargs)
         elif func in _DIMENSIONS:
             made = self._convolution(func, *args, **kwargs)
@@ -70,13 +76,13 @@ class SplitCalls(TorchFunctionMode):
 
     def _tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Tap:
         key = id(weight), id(bias)
-        if key not in self._taps:
+        if key not in self._taps or not self._taps[key][0].stands_for(weight):
             layer = self._layers.setdefault(id(weight), len(self._layers))
             self._taps[key] = Tap(layer, weight, bias, self._queue), weight, bias
         return self._taps[key][0]
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-        if not _can_be_split(input, weight, bias) or input.dim() < 2:
+        if not _can_be_split(input, weight, bias) or input.dim() < 2 or weight.dim() != 2 or weight.numel() == 0:
             return None
         return split_linear(input.to(_autocast_dtype(input)), self._tap(weight, bias))
 
@@ -125,9 +131,11 @@ def _can_be_split(input: Any, weight: Any, bias: Any) -> bool:
         return False
     if any(t.layout is not torch.strided or t.device != weight.device for t in tensors):
         return False
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or is_being_traced():
         return False
-    if in_function_transform() or saved_tensors_are_hooked():
+    if in_function_transform() or in_forward_mode() or saved_tensors_are_hooked():
+        return False
+    if bias is not None and bias.dim() != 1:
         return False
     dtypes = {_autocast_dtype(tensor) for tensor in tensors}
     return weight.requires_grad and len(dtypes) == 1 and weight.is_floating_point()

@@ -11,45 +11,44 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from gradweave.split.queue import Gradients, Task
-from gradweave.split.taps import Tap
+from gradweave.split.taps import Pending, Tap
 
 aten = torch.ops.aten
 
 
 def split_linear(x: torch.Tensor, tap: Tap) -> torch.Tensor:
-    """As ``functional.linear``, the weight gradient left in the tap.
-
-    Weight and bias are used in the input's precision, their gradients are in their own: as autocast has it.
-    """
-    result: torch.Tensor = _Linear.apply(tap, x, tap.weight, tap.bias)  # type: ignore[no-untyped-call]
-    return result
+    """As ``functional.linear``, in the input's precision, the weight gradient left in the tap."""
+    weight, bias = tap.used_as(x.dtype)
+    shape = x.shape
+    flattens = x.dim() > 2 and bias is not None and x.is_contiguous()
+    if flattens:
+        x = x.view(-1, shape[-1])
+    result: torch.Tensor = _Linear.apply(tap.pending, x, weight, bias)  # type: ignore[no-untyped-call]
+    return result.view(*shape[:-1], weight.shape[0]) if flattens else result
 
 
 class _Linear(Function):
     @staticmethod
-    def forward(ctx: Any, tap: Tap, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.tap = tap
-        ctx.flattens = x.dim() > 1 and bias is not None and x.is_contiguous()
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        low = weight.to(x.dtype)
-        ctx.save_for_backward(x, low)
-        return functional.linear(x, low, None if bias is None else bias.to(x.dtype))
+    def forward(
+        ctx: Any, pending: Pending, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.pending = pending
+        ctx.packed = _is_packed(weight.t())
+        needs_x = ctx.needs_input_grad[1]
+        ctx.save_for_backward(x, weight if needs_x else None)
+        return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        of_x = None
-        if needs_x:
-            of_x = _linear_input(grad, x, weight)
+        of_x = _linear_input(grad, x, weight) if needs_x else None
         if not (needs_weight or needs_bias):
             return None, of_x, None, None
-        compute = partial(
-            _linear_weight, grad, x, ctx.dtypes, needs_weight, needs_bias, ctx.flattens, _is_packed(weight.t())
-        )
+        compute = partial(_linear_weight, grad, x, needs_weight, needs_bias, ctx.packed)
         if torch.is_grad_enabled():
             return None, of_x, *compute()
-        ctx.tap.leave(Task(ctx.tap.layer, (grad,), compute))
+        ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute))
         return None, of_x, None, None
 
 
@@ -69,24 +68,13 @@ def _linear_input(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> 
     return (weight.t() @ grad.t()).t() if _is_packed(x) else grad @ weight
 
 
-def _linear_weight(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    dtypes: tuple[Any, Any],
-    weight: bool,
-    bias: bool,
-    flattens: bool,
-    packed: bool,
-) -> Gradients:
-    rows = _rows(grad)
-    of_bias = None
-    if bias:
-        of_bias = rows.sum(0) if flattens or grad.dim() == 2 else grad.sum(tuple(range(grad.dim() - 1)))
-        of_bias = of_bias.to(dtypes[1])
-    of_weight = None
+def _linear_weight(grad: torch.Tensor, x: torch.Tensor, weight: bool, bias: bool, packed: bool) -> Gradients:
+    of_weight = of_bias = None
     if weight:
+        rows = _rows(grad)
         of_weight = rows.t() @ _rows(x) if packed else (_rows(x).t() @ rows).t()
-        of_weight = of_weight.to(dtypes[0])
+    if bias:
+        of_bias = grad.sum(tuple(range(grad.dim() - 1)))
     return of_weight, of_bias
 
 
@@ -107,43 +95,46 @@ class Geometry:
 
 
 def split_convolution(x: torch.Tensor, tap: Tap, geometry: Geometry) -> torch.Tensor:
-    """As ``aten::convolution``, the weight gradient left in the tap."""
-    result: torch.Tensor = _Convolution.apply(tap, geometry, x, tap.weight, tap.bias)  # type: ignore[no-untyped-call]
+    """As ``aten::convolution``, in the input's precision, the weight gradient left in the tap."""
+    weight, bias = tap.used_as(x.dtype)
+    result: torch.Tensor = _Convolution.apply(tap.pending, geometry, x, weight, bias)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Convolution(Function):
     @staticmethod
     def forward(
-        ctx: Any, tap: Tap, geometry: Geometry, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, pending: Pending, geometry: Geometry, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.tap = tap
+        ctx.pending = pending
         ctx.geometry = geometry
         ctx.bias_sizes = None if bias is None else tuple(bias.shape)
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        low = weight.to(x.dtype)
-        ctx.save_for_backward(x, low)
-        low_bias = None if bias is None else bias.to(x.dtype)
-        result: torch.Tensor = aten.convolution(x, low, low_bias, *geometry.arguments())
+        ctx.save_for_backward(x, weight)
+        result: torch.Tensor = aten.convolution(x, weight, bias, *geometry.arguments())
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        backward = partial(aten.convolution_backward, grad, x, weight, ctx.bias_sizes, *ctx.geometry.arguments())
-        of_x = backward([True, False, False])[0] if needs_x else None
+
+        def backward(x: torch.Tensor, weight: torch.Tensor, mask: list[bool]) -> Any:
+            return aten.convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry.arguments(), mask)
+
+        of_x = backward(x, weight, [True, False, False])[0] if needs_x else None
         if not (needs_weight or needs_bias):
             return None, None, of_x, None, None
-
-        def compute() -> Gradients:
-            _, of_weight, of_bias = backward([False, needs_weight, needs_bias])
-            return (
-                of_weight.to(ctx.dtypes[0]) if needs_weight else None,
-                of_bias.to(ctx.dtypes[1]) if needs_bias else None,
-            )
-
+        mask = [False, needs_weight, needs_bias]
         if torch.is_grad_enabled():
-            return None, None, of_x, *compute()
-        ctx.tap.leave(Task(ctx.tap.layer, (grad,), compute))
+            _, of_weight, of_bias = backward(x, weight, mask)
+            return None, None, of_x, of_weight if needs_weight else None, of_bias if needs_bias else None
+        compute = partial(_convolution_weight, grad, x, weight.detach(), ctx.bias_sizes, ctx.geometry, mask)
+        ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute))
         return None, None, of_x, None, None
+
+
+def _convolution_weight(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, geometry: Geometry, mask: list[bool]
+) -> Gradients:
+    made = aten.convolution_backward(grad, x, weight, bias_sizes, *geometry.arguments(), mask)
+    return made[1] if mask[1] else None, made[2] if mask[2] else None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from gradweave.compat import NO_BACKWARD, at_end_of_backward, current_backward
+from gradweave.errors import GradweaveError
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
 """Of a weight and of its bias."""
@@ -38,11 +40,17 @@ class Task:
         if self._result is None and self._compute is not None:
             self._result = self._compute()
 
-    def finish(self) -> Gradients:
-        """The gradients; lets go of the inputs."""
+    def finish(self) -> None:
+        """Computes the gradients, unless it was done, and lets go of the inputs."""
         self.compute()
         self._compute = None
-        return self._result or (None, None)
+
+    def take(self) -> Gradients:
+        """Hands the gradients of a finished task over; it does not keep them."""
+        result, self._result = self._result, None
+        if result is None:
+            raise GradweaveError("a weight gradient is gone: it was taken, or its backward ended without it")
+        return result
 
     def drop(self) -> None:
         """Lets go of inputs and results: nobody will ask."""
@@ -62,56 +70,80 @@ class Place(Protocol):
 class WeightGradientQueue:
     """Where backward leaves weight gradients until somebody asks for them.
 
+    It does not keep tasks alive: those of a backward that has failed go with its graph.
+
     Args:
         place: Where they run.
         byte_budget: What unfinished tasks may hold; beyond it the oldest are finished. None for no bound.
 
     Attributes:
-        held: Bytes that unfinished tasks hold.
-        most_held: The most there ever were.
+        most_held: The most bytes that unfinished tasks ever held.
     """
 
     def __init__(self, place: Place, byte_budget: int | None = None) -> None:
         self.place = place
         self.byte_budget = byte_budget
-        self.held = 0
         self.most_held = 0
-        self._unfinished: deque[Task] = deque()
-        self._backwards: dict[int, list[Task]] = {}
+        self._lock = threading.RLock()
+        self._unfinished: dict[int, weakref.ref[Task]] = {}
+        self._numbers: weakref.WeakKeyDictionary[Task, int] = weakref.WeakKeyDictionary()
+        self._added = 0
+        self._backwards: dict[int, list[weakref.ref[Task]]] = {}
+
+    @property
+    def held(self) -> int:
+        """Bytes that unfinished tasks hold."""
+        with self._lock:
+            return sum(task.held for task in self._alive())
+
+    def _alive(self) -> list[Task]:
+        """Unfinished tasks, oldest first."""
+        tasks = [task for ref in self._unfinished.values() if (task := ref()) is not None]
+        if len(tasks) < len(self._unfinished):
+            self._unfinished = {self._numbers[task]: weakref.ref(task) for task in tasks}
+        return tasks
 
     def add(self, task: Task) -> None:
         """Leaves a task; finishes what is too much."""
+        with self._lock:
+            self._note(task)
+            self.place.start(task)
+            if self.byte_budget is not None:
+                waiting = self._alive()
+                held = sum(one.held for one in waiting)
+                for oldest in waiting:
+                    if held <= self.byte_budget:
+                        break
+                    held -= oldest.held
+                    self.finish(oldest)
+            self.most_held = max(self.most_held, self.held)
+
+    def _note(self, task: Task) -> None:
+        self._added += 1
+        self._numbers[task] = self._added
+        self._unfinished[self._added] = weakref.ref(task)
         running = current_backward()
+        if running == NO_BACKWARD:
+            return
         if running not in self._backwards:
             self._backwards[running] = []
-            if running != NO_BACKWARD:
-                at_end_of_backward(lambda: self._forget(self._backwards.pop(running, [])))
-        self._backwards[running].append(task)
-        self._unfinished.append(task)
-        self.held += task.held
-        self.place.start(task)
-        while self._unfinished and self.byte_budget is not None and self.held > self.byte_budget:
-            self.finish(self._unfinished[0])
-        self.most_held = max(self.most_held, self.held)
+            at_end_of_backward(lambda: self._end(running))
+        self._backwards[running].append(weakref.ref(task))
 
-    def finish(self, task: Task) -> Gradients:
-        """The gradients of a task."""
-        if not task.is_finished:
-            self.place.wait(task)
-            self._unfinished.remove(task)
-            self.held -= task.held
-        return task.finish()
-
-    def clear(self) -> None:
-        """Waits for what is under way and forgets it: the backward that left it has failed."""
-        self._forget(list(self._unfinished))
-        self._backwards.clear()
-
-    def _forget(self, tasks: Sequence[Task]) -> None:
-        """Lets go of what nobody has asked for, as when only gradients of inputs were wanted."""
-        for task in tasks:
+    def finish(self, task: Task) -> None:
+        """Makes a task's gradients ready for the current stream."""
+        with self._lock:
             if not task.is_finished:
                 self.place.wait(task)
-                self._unfinished.remove(task)
-                self.held -= task.held
-                task.drop()
+                self._unfinished.pop(self._numbers[task], None)
+                task.finish()
+
+    def _end(self, backward: int) -> None:
+        """Lets go of what a backward has left and not asked for, as when only gradients of inputs are wanted."""
+        with self._lock:
+            for ref in self._backwards.pop(backward, ()):
+                task = ref()
+                if task is not None and not task.is_finished:
+                    self.place.wait(task)
+                    self._unfinished.pop(self._numbers[task], None)
+                    task.drop()

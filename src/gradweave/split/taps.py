@@ -25,32 +25,59 @@ class Tap:
     Attributes:
         weight: Stands for the weight.
         bias: Stands for the bias, if there is one.
-        layer: A number for the weight.
+        pending: Where calls leave their tasks.
     """
 
     def __init__(self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, queue: WeightGradientQueue) -> None:
+        self.pending = Pending(layer, queue)
+        self._leaf = weight.is_leaf
+        self.weight, self.bias = _Tap.apply(self.pending, weight, bias)  # type: ignore[no-untyped-call]
+        self._low: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def stands_for(self, weight: torch.Tensor) -> bool:
+        """Whether the weight is still the tensor that it was, and not another one put in its place."""
+        own: torch.Tensor = self.weight
+        return own.data_ptr() == weight.data_ptr() and own.shape == weight.shape and own.stride() == weight.stride()
+
+    def used_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias in a precision; cast once for all calls where autocast does so."""
+        if self.weight.dtype is dtype:
+            return self.weight, self.bias
+        if dtype in self._low:
+            return self._low[dtype]
+        low = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+        if self._leaf and torch.is_autocast_cache_enabled():
+            self._low[dtype] = low
+        return low
+
+
+class Pending:
+    """The tasks that calls have left for one tap.
+
+    The tap's node of autograd has only this, not the tap, whose tensors have the node.
+    """
+
+    def __init__(self, layer: int, queue: WeightGradientQueue) -> None:
         self.layer = layer
-        self.queue = queue
+        self._queue = queue
         self._tasks: dict[int, list[Task]] = {}
-        self.weight, self.bias = _Tap.apply(self._collect, weight, bias)  # type: ignore[no-untyped-call]
 
     def leave(self, task: Task) -> None:
         """Leaves the weight gradient of a call; called in backward."""
         self._tasks.setdefault(current_backward(), []).append(task)
-        self.queue.add(task)
+        self._queue.add(task)
 
-    def _collect(self) -> Gradients:
+    def collect(self) -> Gradients:
         """The sums over all calls, in the order in which this backward came to them.
 
         Another one over the same graph may have left tasks that it did not ask for.
         """
-        tasks = self._tasks.pop(current_backward(), [])
         weight: torch.Tensor | None = None
         bias: torch.Tensor | None = None
-        for task in tasks:
-            of_weight, of_bias = self.queue.finish(task)
-            weight = _sum(weight, of_weight)
-            bias = _sum(bias, of_bias)
+        for task in self._tasks.pop(current_backward(), ()):
+            self._queue.finish(task)
+            of_weight, of_bias = task.take()
+            weight, bias = _sum(weight, of_weight), _sum(bias, of_bias)
         return weight, bias
 
 
@@ -62,12 +89,17 @@ class _Tap(Function):
     """The node of autograd behind a tap."""
 
     @staticmethod
-    def forward(ctx: Any, collect: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-        ctx.collect = collect
+    def forward(ctx: Any, pending: Pending, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        ctx.pending = pending
+        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         return weight.detach(), None if bias is None else bias.detach()
 
     @staticmethod
     def backward(ctx: Any, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
-        of_weight, of_bias = ctx.collect()
+        of_weight, of_bias = ctx.pending.collect()
+        if of_weight is not None:
+            of_weight = of_weight.to(ctx.dtypes[0])
+        if of_bias is not None:
+            of_bias = of_bias.to(ctx.dtypes[1])
         return None, _sum(of_weight, weight), _sum(of_bias, bias)
