@@ -10,6 +10,7 @@ import typer
 
 from gradweave import __version__
 from gradweave.cli.compare import compare_command
+from gradweave.cli.plan import plan_command
 from gradweave.cli.simulate import simulate_app
 from gradweave.errors import GradweaveError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("compare")(compare_command)
+app.command("plan")(plan_command)
 app.add_typer(simulate_app, name="simulate")
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from gradweave.schedule import Schedule, TaskGraph, Timeline
@@ -29,6 +36,20 @@ def progress(names: Sequence[str], doing: str, *, quiet: bool) -> Iterator[Itera
                 bar.advance(task)
 
         yield each()
+
+
+@contextmanager
+def share_done(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """A progress bar on stderr that is told what is going on, and the share that is done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("preparing", total=1.0)
+        yield lambda doing, done: bar.update(task, description=doing, completed=done)
 
 
 def print_results(graph: TaskGraph, results: Sequence[tuple[Schedule, Timeline]], out: Path | None) -> None:

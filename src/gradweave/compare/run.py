@@ -170,7 +170,7 @@ def compare(
     if steps < 4 * BLOCK_STEPS:
         raise ArgumentError("--steps", steps, f"give at least {4 * BLOCK_STEPS}, for an interval to mean something")
     baseline = baseline_of(setting.optimizer)
-    batches = _batches(setting)
+    batches = make_batches(setting)
     labels = [(baseline, baseline), (baseline + AGAIN, baseline)]
     labels += [(mode, mode) for mode in dict.fromkeys(modes) if mode != baseline]
     trials = [Trial(label, mode, setting) for label, mode in labels]
@@ -227,7 +227,8 @@ def _train_deterministically(
         torch.backends.cudnn.benchmark = before[1]
 
 
-def _batches(setting: Setting) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_batches(setting: Setting) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches that every variant trains on, in turn."""
     if setting.batch < 1:
         raise ArgumentError("--batch", setting.batch, "give at least 1 sample")
     generator = torch.Generator().manual_seed(setting.seed)

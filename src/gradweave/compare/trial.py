@@ -60,7 +60,7 @@ class Trial:
         low_precision = setting.dtype is not torch.float32
         self.model: nn.Module = setting.workload.make_model().to(setting.device).train()
         self._autocast = low_precision
-        self.variant = Variant(self.mode, self.model, setting.optimizer, self._loss, setting.max_norm)
+        self.variant = Variant(self.mode, self.model, setting.optimizer, self.loss, setting.max_norm)
         self._rng = self._rng_state()
         self._step = 0
         self._pending: list[torch.Tensor] = []
@@ -136,7 +136,7 @@ class Trial:
             self._pending.append(self.variant.whole_step(x, y))
             return
         with part(Kind.F):
-            loss = self._loss(self.model, x, y)
+            loss = self.loss(self.model, x, y)
         with part(Kind.X):
             loss.backward()
         with part(Kind.U):
@@ -145,7 +145,8 @@ class Trial:
             self.variant.step()
         self._pending.append(loss.detach())
 
-    def _loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The loss of a model on a batch, in the setting's precision."""
         setting = self.setting
         with torch.autocast(setting.device.type, setting.dtype, enabled=self._autocast):
             return setting.workload.loss(model(x), y)
