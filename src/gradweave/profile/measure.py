@@ -75,7 +75,7 @@ def _measure(
     watch: _Watch = _Replaying() if device.type == "cuda" else _Timing()
     seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for number in range(-1, rounds):
-        watch.seconds.clear()
+        watch.reset()
         step.record(watch.task)
         step(*batch)
         for task, spent in watch.seconds.items() if number >= 0 else ():
@@ -120,6 +120,9 @@ class _Watch(Protocol):
 
     seconds: dict[tuple[Kind, int], float]
 
+    def reset(self) -> None:
+        """Begins a step."""
+
     def task(self, kind: Kind, layer: int) -> Any:
         """Context in which operations of a task run."""
 
@@ -128,6 +131,10 @@ class _Timing:
     """On the host's clock: for the CPU, which runs what it is given at once."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a step."""
         self.seconds: dict[tuple[Kind, int], float] = defaultdict(float)
 
     @contextmanager
@@ -147,9 +154,14 @@ class _Replaying:
     """
 
     def __init__(self) -> None:
-        self.seconds: dict[tuple[Kind, int], float] = defaultdict(float)
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins a step: its graphs share memory, and live as long as it lasts."""
+        self.seconds: dict[tuple[Kind, int], float] = defaultdict(float)
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
     def task(self, kind: Kind, layer: int) -> Iterator[None]:
@@ -158,6 +170,7 @@ class _Replaying:
             yield
             return
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool)
