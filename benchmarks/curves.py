@@ -26,8 +26,8 @@ def train_on_text(path: Path, how: str) -> list[float]:
     for _ in range(STEPS):
         places = torch.randint(0, len(text) - LENGTH - 1, (BATCH,), generator=generator)
         rows = torch.stack([text[place : place + LENGTH + 1] for place in places]).cuda()
-        if how == "eager (other order of sums)":
-            rows = rows.flip(0)
+        if "rows moved by" in how:
+            rows = rows.roll(int(how.split()[-1]), 0)
         x, y = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
         if step is not None:
             losses.append(step(x, y))
