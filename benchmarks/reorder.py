@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from step_variants import CUDA, Batch, Workload, captured, from_torchvision, images, loss_of, make_optimizer, tokens
+from step_variants import CUDA, Batch, Workload, captured, from_torchvision, images, make_optimizer, stock_step, tokens
 from torch import nn
 from turns import Child, ready_ones, serve, take_turns
 
@@ -63,14 +63,7 @@ def make_variant(name: str, workload: Workload) -> Callable[[Batch], torch.Tenso
         Reordering(model, InLine(), None)
     elif name == "side_stream":
         reorder(model)
-
-    def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(model, x, y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    train = stock_step(model, optimizer)
     return captured(train) if name != "eager" else lambda batch: train(*batch)
 
 

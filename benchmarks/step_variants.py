@@ -113,6 +113,12 @@ def make_variant(name: str, workload: Workload) -> Callable[[Batch], torch.Tenso
     optimizer = make_optimizer(workload.optimizer, model, **form)
     mode = {"compile_ro": "reduce-overhead", "graph_compile": "default"}.get(name)
     forward = model if mode is None else torch.compile(model, mode=mode)
+    train = stock_step(forward, optimizer)
+    return captured(train) if capturable else lambda batch: train(*batch)
+
+
+def stock_step(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+    """The training step as one writes it."""
 
     def train(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = loss_of(forward, x, y)
@@ -121,7 +127,7 @@ def make_variant(name: str, workload: Workload) -> Callable[[Batch], torch.Tenso
         optimizer.zero_grad()
         return loss.detach()
 
-    return captured(train) if capturable else lambda batch: train(*batch)
+    return train
 
 
 def captured(train: Callable[..., torch.Tensor]) -> Callable[[Batch], torch.Tensor]:

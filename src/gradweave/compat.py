@@ -296,6 +296,12 @@ def _draws_random_numbers(node: torch.fx.Node) -> bool:
     return True
 
 
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each of many tensors, in one go."""
+    norms: list[torch.Tensor] = torch._foreach_norm(tensors)
+    return norms
+
+
 def add_one(tensors: list[torch.Tensor]) -> None:
     """Adds 1 to each of many tensors, in one go."""
     torch._foreach_add_(tensors, 1)

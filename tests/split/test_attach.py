@@ -315,3 +315,34 @@ def test_evaluation_in_another_thread_during_backward():
     model[1].register_forward_hook(watch)
     model(torch.ones(2, 4)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_detaching_while_another_thread_is_in_forward():
+    class Waits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.inside, self.go_on = threading.Event(), threading.Event()
+
+        def forward(self, x):
+            self.inside.set()
+            assert self.go_on.wait(20)
+            return self.layer(x)
+
+    model = Waits()
+    handle = reorder(model)
+    seen = []
+
+    def work():
+        seen.append(str(model(torch.ones(1, 2)).grad_fn))
+        seen.append(torch.overrides._len_torch_function_stack())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert model.inside.wait(20)
+    handle.detach()
+    model.go_on.set()
+    thread.join()
+    assert "_Linear" not in seen[0]
+    assert seen[1] == 0
+    assert not model._forward_hooks

@@ -19,7 +19,8 @@ from gradweave.split.taps import Pending, Tap
 
 
 def weights_of(model):
-    return [(m.weight, m.bias) for m in model.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd))]
+    layers = (m for m in model.modules() if isinstance(m, (nn.Linear, nn.modules.conv._ConvNd)))
+    return {number: (m.weight, m.bias) for number, m in enumerate(layers)}
 
 
 def gradients(model, x, *, split, delayed=True, budget=None, autocast=False, backwards=1, loss=None):
@@ -30,7 +31,7 @@ def gradients(model, x, *, split, delayed=True, budget=None, autocast=False, bac
     for _ in range(backwards):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if split:
-                with SplitCalls(queue, weights_of(model) if delayed else ()):
+                with SplitCalls(queue, weights_of(model) if delayed else None):
                     out = model(x)
             else:
                 out = model(x)
@@ -202,7 +203,7 @@ def test_all_input_gradients_come_before_delayed_weight_gradients():
     for delayed, expected in ((True, "X2 X1 X0 W2 W1 W0"), (False, "W2 X2 W1 X1 W0 X0")):
         order.clear()
         x = torch.randn(2, 4, requires_grad=True)
-        with SplitCalls(WeightGradientQueue(InLine()), weights_of(model) if delayed else ()):
+        with SplitCalls(WeightGradientQueue(InLine()), weights_of(model) if delayed else None):
             for index, layer in enumerate(model):
                 x = layer(Noted.apply(x, f"X{index}"))
         x.sum().backward()

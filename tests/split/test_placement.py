@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,7 @@ from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
 from gradweave.split.calls import SplitCalls
 from gradweave.split.placement import Planned, turns_of
-from gradweave.split.queue import WeightGradientQueue
+from gradweave.split.queue import Task, WeightGradientQueue
 
 
 class Noting:
@@ -35,7 +37,7 @@ def gradients(model, x, place=None, budget=None):
     if place is None:
         model(x).square().sum().backward()
     else:
-        weights = [(layer.weight, layer.bias) for layer in model if isinstance(layer, nn.Linear)]
+        weights = {number: (layer.weight, layer.bias) for number, layer in enumerate(model)}
         queue = WeightGradientQueue(place, budget)
         with SplitCalls(queue, weights):
             loss = model(x).square().sum()
@@ -86,3 +88,41 @@ def test_a_schedule_for_several_devices_is_refused():
     costs = Costs.uniform(2)
     with pytest.raises(ArgumentError, match="schedule"):
         turns_of(plan(single(costs), policy="in_order"), {0: 0})
+
+
+def test_layers_keep_their_numbers_where_some_are_frozen():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[1].requires_grad_(False)
+    place = Noting()
+    queue = WeightGradientQueue(Planned(place, ((3, None), (2, 0))))
+    with SplitCalls(queue, {number: (layer.weight, layer.bias) for number, layer in enumerate(model)}):
+        loss = model(torch.randn(3, 4)).sum()
+    loss.backward()
+    assert place.started == [3, 2]
+
+
+def test_a_backward_that_fails_takes_its_tasks_along():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("on purpose")
+
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    queue = WeightGradientQueue(Planned(Noting(), ((1, None), (0, None))))
+    for fails in (True, False):
+        with SplitCalls(queue, {number: (layer.weight, layer.bias) for number, layer in enumerate(layers)}):
+            x = layers[0](torch.ones(2, 4))
+            loss = layers[1](Fails.apply(x) if fails else x).sum()
+        if fails:
+            with pytest.raises(ValueError, match="on purpose"):
+                loss.backward()
+        else:
+            loss.backward()
+        del loss, x
+    gc.collect()
+    assert queue.held == 0
+    assert not [one for one in gc.get_objects() if type(one) is Task]

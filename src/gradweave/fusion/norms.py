@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from gradweave.compat import norms_of
 from gradweave.errors import GradweaveError
 
 
@@ -22,7 +23,7 @@ class NormTracker:
         """Takes the norms of gradients that are about to be used up."""
         if self.enabled and grads:
             with torch.no_grad():
-                self._norms.update(zip(params, torch._foreach_norm(list(grads)), strict=True))
+                self._norms.update(zip(params, norms_of(list(grads)), strict=True))
 
     def end_step(self, order: Sequence[nn.Parameter]) -> None:
         """The step is complete; ``order`` is the optimizer's, on which the last bits of the sum depend."""

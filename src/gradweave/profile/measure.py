@@ -88,7 +88,7 @@ def _measure(
     for number, name in enumerate(step.recorded_layers):
         forward, input_grad, weight_grad = (median(seconds[kind, number] or [0.0]) for kind in (Kind.F, Kind.X, Kind.W))
         given, made, weights = sizes.of(name)
-        own = update * weights / everything
+        own = update * weights / max(everything, 1)
         named = name or type(model).__name__
         layers.append(LayerCost(named, forward, input_grad, weight_grad, own, given, made, weights))
     return Costs(tuple(layers), name=type(model).__name__, source="measured")
@@ -97,7 +97,7 @@ def _measure(
 def _time_updates(optimizer: Optimizer, device: torch.device, rounds: int) -> float:
     """Seconds of the optimizer's own step, in the form it has (plain, multi-tensor or fused)."""
     for group in optimizer.param_groups:
-        for p in group["params"]:
+        for p in filter(lambda p: p.requires_grad, group["params"]):
             p.grad = 1e-3 * torch.randn_like(p)
     spent = []
     for _ in range(rounds + 1):

@@ -6,6 +6,7 @@ import threading
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -101,12 +102,11 @@ class Reordering:
     def __init__(self, model: nn.Module, place: Place, byte_budget: int | None) -> None:
         self._queue = WeightGradientQueue(place, byte_budget)
         self._model = model
-        self._open = _Open()
+        self._own = _Own()
+        self._open: WeakSet[SplitCalls] = WeakSet()
         self._detached = False
-        self._hooks = [
-            model.register_forward_hook(_Enter(self._leave), always_call=True),
-            model.register_forward_pre_hook(_Enter(self._enter), prepend=True),
-        ]
+        self._before = model.register_forward_pre_hook(_Enter(self._enter), prepend=True)
+        self._behind = model.register_forward_hook(_Enter(self._leave), always_call=True)
 
     def __enter__(self) -> Reordering:
         return self
@@ -124,53 +124,50 @@ class Reordering:
     def detach(self) -> None:
         """Lets go: what the model runs from now on is stock."""
         self._detached = True
-        self._hooks.pop().remove() if len(self._hooks) == 2 else None
-        for _, calls, _ in self._open.forwards:
+        self._before.remove()
+        for calls in self._open:
             calls.closed = True
-        if not self._open.forwards:
-            self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if not self._open:
+            self._behind.remove()
 
     def _enter(self, *_: Any) -> None:
         depth = stack_depth()
-        while self._open.forwards and self._open.forwards[-1][0] >= depth:
+        while self._own.forwards and self._own.forwards[-1][0] >= depth:
             self._close()
         calls = SplitCalls(self._queue, self._weights())
         stack = ExitStack()
         stack.enter_context(calls)
-        self._open.forwards.append((depth, calls, stack))
+        self._open.add(calls)
+        self._own.forwards.append((depth, calls, stack))
 
     def _leave(self, *_: Any) -> None:
-        if self._open.forwards:
+        if self._own.forwards:
             self._close()
-        if self._detached and not self._open.forwards:
-            self._remove_hooks()
+        if self._detached and not self._open:
+            self._behind.remove()
 
     def _close(self) -> None:
-        _, calls, stack = self._open.forwards.pop()
+        _, calls, stack = self._own.forwards.pop()
         calls.closed = True
+        self._open.discard(calls)
         stack.close()
 
-    def _weights(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Those that can be read without computing them; others have their gradients in stock order."""
-        weights = []
-        for _, layer in _layers(self._model):
+    def _weights(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+        """Those that can be read without computing them, by number; others have their gradients in stock order."""
+        weights: dict[int, Any] = {}
+        for number, (_, layer) in enumerate(_layers(self._model)):
             if is_parametrized(layer) or not _is_plain(layer.weight):
                 continue
             if layer.bias is None or _is_plain(layer.bias):
-                weights.append((layer.weight, layer.bias))
-        return weights  # type: ignore[return-value]
+                weights[number] = layer.weight, layer.bias
+        return weights
 
 
 def _is_plain(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and not nn.parameter.is_lazy(weight)
 
 
-class _Open(threading.local):
+class _Own(threading.local):
     """The forwards that a thread is in: how deep in the stack, and their contexts.
 
     One that was left by an interrupt, which no hook hears of, is found by its depth at the next.

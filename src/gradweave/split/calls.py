@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class SplitCalls(TorchFunctionMode):
 
     Args:
         queue: Where they are left.
-        first: Weights and biases whose gradients are to come behind all input gradients; those of
-            other weights come where they always did.
+        first: Weights and biases whose gradients are to come behind all input gradients, by the number of
+            their layer; those of other weights come where they always did.
 
     Attributes:
         closed: Whether everything runs stock from now on.
@@ -48,14 +48,16 @@ class SplitCalls(TorchFunctionMode):
     def __init__(
         self,
         queue: WeightGradientQueue,
-        first: Iterable[tuple[torch.Tensor, torch.Tensor | None]] = (),
+        first: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]] | None = None,
     ) -> None:
         super().__init__()
         self.closed = False
         self._queue = queue
         self._taps: dict[tuple[int, int], tuple[Tap, torch.Tensor, torch.Tensor | None]] = {}
         self._layers: dict[int, int] = {}
-        for weight, bias in first:
+        self._next = max(first, default=-1) + 1 if first else 0
+        for number, (weight, bias) in (first or {}).items():
+            self._layers.setdefault(id(weight), number)
             if weight.requires_grad and torch.is_grad_enabled() and not is_being_traced():
                 self._tap(weight, bias)
 
@@ -77,8 +79,10 @@ class SplitCalls(TorchFunctionMode):
     def _tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Tap:
         key = id(weight), id(bias)
         if key not in self._taps or not self._taps[key][0].stands_for(weight):
-            layer = self._layers.setdefault(id(weight), len(self._layers))
-            self._taps[key] = Tap(layer, weight, bias, self._queue), weight, bias
+            if id(weight) not in self._layers:
+                self._layers[id(weight)] = self._next
+                self._next += 1
+            self._taps[key] = Tap(self._layers[id(weight)], weight, bias, self._queue), weight, bias
         return self._taps[key][0]
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:

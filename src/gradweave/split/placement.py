@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from weakref import WeakSet, WeakValueDictionary
 
 from gradweave.compat import NO_BACKWARD, current_backward
 from gradweave.errors import ArgumentError
@@ -45,13 +46,13 @@ class _Progress:
     Attributes:
         left: Turns that have not come.
         begun: Layers whose input gradient has been begun.
-        waiting: Tasks whose turn has not come.
+        waiting: Tasks whose turn has not come; a backward that fails takes them along.
         gone: Layers whose task has begun, or was asked for before its turn.
     """
 
     left: deque[Turn]
     begun: set[int] = field(default_factory=set)
-    waiting: dict[int, Task] = field(default_factory=dict)
+    waiting: WeakValueDictionary[int, Task] = field(default_factory=WeakValueDictionary)
     gone: set[int] = field(default_factory=set)
 
 
@@ -67,7 +68,7 @@ class Planned:
         self._place = place
         self._turns = turns
         self._own = {layer for layer, _ in turns}
-        self._given: set[Task] = set()
+        self._given: WeakSet[Task] = WeakSet()
         self._backward = NO_BACKWARD
         self._progress = _Progress(deque())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 
 from gradweave.split.queue import Task
@@ -30,7 +32,7 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._done: dict[Task, torch.cuda.Event] = {}
+        self._done: WeakKeyDictionary[Task, torch.cuda.Event] = WeakKeyDictionary()
 
     def start(self, task: Task) -> None:
         """Lets the second stream compute the task, behind all that the first has been given so far."""

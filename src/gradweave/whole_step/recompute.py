@@ -37,9 +37,7 @@ def with_recomputation(
             computed anew without a budget or checkpointing.
     """
     if budget is None:
-        if exact and not any(
-            "checkpoint" in str(node.target) for node in forward.graph.nodes if node.op == "call_function"
-        ):
+        if exact and not is_checkpointed(forward):
             return forward
         budget = AS_TORCH_DOES
     mode = fake_mode()
