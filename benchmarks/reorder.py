@@ -68,6 +68,7 @@ def make_variant(name: str, workload: Workload) -> Callable[[Batch], torch.Tenso
 
 
 def measure(workload: Workload, children: dict[str, Child], ready: dict[str, dict[str, object]]) -> None:
+    rows: list[dict[str, object]] = []
     for name, one in take_turns(children, ready, BASELINE).items():
         row = {
             "case": workload.name, "mode": name, "ms_20": f"{one.low:.4f}", "ms_50": f"{one.middle:.4f}",
@@ -75,8 +76,9 @@ def measure(workload: Workload, children: dict[str, Child], ready: dict[str, dic
             "speedup_high": f"{one.ratio.high:.4f}", "peak_mib": f"{one.ready['peak'] / MEGABYTE:.0f}",
             "largest_relative_loss_difference": f"{one.off:.2e}", "against": BASELINE, **environment(CUDA),
         }  # fmt: skip
-        append(arguments.results, [row])
+        rows.append(row)
         print(f"   {name:20s} {one.middle:8.3f} ms  {one.ratio}  losses within {one.off:.1e}", flush=True)
+    append(arguments.results, rows)
 
 
 if __name__ == "__main__":

@@ -298,8 +298,7 @@ def _draws_random_numbers(node: torch.fx.Node) -> bool:
 
 def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The norm of each of many tensors, in one go."""
-    norms: list[torch.Tensor] = torch._foreach_norm(tensors)
-    return norms
+    return list(torch._foreach_norm(tensors))
 
 
 def add_one(tensors: list[torch.Tensor]) -> None:
