@@ -1,8 +1,9 @@
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gradweave.compare import recording
 from gradweave.compare.recording import Recorder, _cut
 from gradweave.schedule import Kind
 
@@ -13,22 +14,24 @@ def test_what_is_inside_cuts_what_is_around_it():
     assert list(_cut(0, 10, [(0, 10)])) == []
 
 
-def test_a_timeline_in_the_simulators_form():
+def test_a_timeline_in_the_simulators_form(monkeypatch):
+    now = 5.0
+    monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: now))
     recorder = Recorder(torch.device("cpu"))
     for step in range(2):
         recorder.step = step
         with recorder.part(Kind.F):
-            time.sleep(0.002)
+            now += 0.002
         with recorder.part(Kind.X):
-            time.sleep(0.002)
+            now += 0.002
             with recorder.update(3):
-                time.sleep(0.004)
+                now += 0.004
     timeline = recorder.timeline("measured")
     assert timeline.lanes == (("cpu main", "cpu"),)
-    kinds = [span.task.kind for span in timeline.spans if span.task.step == 0 and span.end - span.start > 1e-3]
-    assert kinds == [Kind.F, Kind.X, Kind.U]
+    assert [span.task.kind for span in timeline.spans if span.task.step == 0] == [Kind.F, Kind.X, Kind.U]
     update = next(span for span in timeline.spans if span.task.kind is Kind.U)
     assert update.task.layer == 3
-    assert update.end - update.start == pytest.approx(0.004, rel=0.5)
+    assert update.start == pytest.approx(0.004)
+    assert update.end == pytest.approx(0.008)
     for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
         assert after.start >= before.end
