@@ -33,14 +33,23 @@ def test_costs_of_an_mlp(device):
     assert [layer.name for layer in costs.layers] == ["0", "2", "4"]
     middle = costs.layers[1]
     assert all(seconds > 0 for seconds in (middle.forward, middle.input_grad, middle.weight_grad, middle.update))
-    assert middle.forward > costs.layers[2].forward
-    assert middle.weight_grad > costs.layers[2].weight_grad
     assert (middle.input_bytes, middle.output_bytes) == (4 * 256 * 512, 4 * 256 * 1024)
     assert middle.parameter_bytes == 4 * (512 + 1) * 1024
-    assert costs.layers[0].input_grad <= middle.input_grad
+    assert costs.layers[0].input_grad == 0
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
     assert not optimizer.state
     assert told[-1][1] == 1.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_layer_of_sixty_times_the_work_takes_longer(device):
+    """On a shared machine a measurement may be interrupted; not every one of several is."""
+
+    def holds():
+        _, middle, last = measure_costs(*setting(device)).layers
+        return middle.forward > last.forward and middle.weight_grad > last.weight_grad
+
+    assert any(holds() for _ in range(8))
 
 
 def test_the_cost_file_is_one_that_schedules_read(tmp_path):
