@@ -452,3 +452,18 @@ def mark_stepped(optimizer: Optimizer) -> None:
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Whether something is to be called with a parameter's gradient."""
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+
+
+def copy_all(targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...]) -> None:
+    """Copies each source into its target; on a GPU in few kernels."""
+    torch._foreach_copy_(targets, sources)
+
+
+def default_store() -> Any:
+    """The store that the default process group was made with."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def part_of_default_store(name: str) -> Any:
+    """The same store, with keys of its own."""
+    return torch.distributed.PrefixStore(name, default_store())  # type: ignore[attr-defined]

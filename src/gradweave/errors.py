@@ -31,3 +31,22 @@ class ArgumentError(GradweaveError, ValueError):
 
 class ScheduleError(GradweaveError):
     """A schedule cannot be carried out; the message names the tasks involved."""
+
+
+class LostNodeError(GradweaveError):
+    """Nodes can no longer train together: some are lost, or one sent numbers that are not finite.
+
+    Args:
+        message: What happened, and what to do.
+        ranks: Those that are lost.
+        step: The training step at which it was noticed.
+        checkpoint: File that this rank left behind; None if there is none.
+    """
+
+    def __init__(
+        self, message: str, *, ranks: tuple[int, ...] = (), step: int | None = None, checkpoint: str | None = None
+    ) -> None:
+        self.ranks = ranks
+        self.step = step
+        self.checkpoint = checkpoint
+        super().__init__(message)

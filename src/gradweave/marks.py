@@ -7,6 +7,7 @@ import weakref
 from torch.optim import Optimizer
 
 _COMPILED = "_gradweave_compiled_step"
+_DASO = "_gradweave_daso"
 
 
 def mark_compiled(optimizer: Optimizer, step: object) -> None:
@@ -17,4 +18,15 @@ def mark_compiled(optimizer: Optimizer, step: object) -> None:
 def is_in_compiled_step(optimizer: Optimizer) -> bool:
     """Whether a compiled step that is still there updates this optimizer's parameters."""
     note = getattr(optimizer, _COMPILED, None)
+    return note is not None and note() is not None
+
+
+def mark_daso(optimizer: Optimizer, daso: object | None) -> None:
+    """Notes on an optimizer that DASO exchanges what it updates; None that it no longer does."""
+    setattr(optimizer, _DASO, None if daso is None else weakref.ref(daso))
+
+
+def is_in_daso(optimizer: Optimizer) -> bool:
+    """Whether a DASO that is still there is attached to an optimizer."""
+    note = getattr(optimizer, _DASO, None)
     return note is not None and note() is not None

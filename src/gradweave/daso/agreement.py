@@ -1,0 +1,205 @@
+"""How nodes agree: whether an exchange counted, and who is still there.
+
+The store that the process group was made with is the judge: the first verdict written there holds, and
+everyone reads that one. It lives on one node; where that is lost, nobody can agree and everybody stops.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any, Protocol
+
+from gradweave.daso.rhythm import NOTHING_MEASURED, Figures
+from gradweave.errors import LostNodeError
+
+_KEPT = 2
+"""Exchanges whose votes stay in the store, for those that are late."""
+_SHORTEST, _LONGEST = 0.001, 0.02
+
+
+class Store(Protocol):
+    """What is used of a torch.distributed store."""
+
+    def set(self, key: str, value: str) -> None: ...  # noqa: D102
+    def get(self, key: str) -> bytes: ...  # noqa: D102
+    def add(self, key: str, amount: int) -> int: ...  # noqa: D102
+    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...  # noqa: D102
+    def delete_key(self, key: str) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a node says when its transfer has ended.
+
+    Attributes:
+        arrived: Whether it has the sum.
+        finite: Whether what it sent was.
+        contributes: Whether what it sent counts.
+        done: Whether it has trained all its batches.
+        state: Size of its optimizer's state.
+        figures: What it measured.
+    """
+
+    arrived: bool
+    finite: bool = True
+    contributes: bool = True
+    done: bool = False
+    state: int = 0
+    figures: Figures = NOTHING_MEASURED
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds for all nodes.
+
+    Attributes:
+        counted: Whether the exchange took place; if not, everybody's weights stay as they are.
+        contributing: How many nodes the sum is of.
+        done: Whether no node has batches left.
+        state: Size of the optimizers' state; -1 where they differ.
+        broken: Node that sent numbers which are not finite; -1 for none.
+        figures: Agreed measurements.
+        alive: Nodes that go on.
+    """
+
+    counted: bool
+    contributing: int = 0
+    done: bool = False
+    state: int = -1
+    broken: int = -1
+    figures: Figures = NOTHING_MEASURED
+    alive: tuple[int, ...] = ()
+
+    def as_list(self) -> list[float]:
+        """As numbers, for ranks that do not speak with the store."""
+        f = self.figures
+        head = [self.counted, self.contributing, self.done, self.state, self.broken]
+        return [float(x) for x in (*head, f.seconds, f.compute, f.loss, f.lr, *self.alive)]
+
+    @staticmethod
+    def from_list(numbers: Sequence[float]) -> Verdict:
+        """The inverse of :meth:`as_list`; negative numbers at the end are padding."""
+        counted, contributing, done, state, broken, seconds, compute, loss, lr, *alive = numbers
+        figures = Figures(seconds, compute, loss, lr)
+        nodes = tuple(int(node) for node in alive if node >= 0)
+        return Verdict(bool(counted), int(contributing), bool(done), int(state), int(broken), figures, nodes)
+
+
+class Agreement:
+    """This node's side of every vote.
+
+    Args:
+        store: That all nodes reach.
+        node: Index of this node.
+        nodes: Those that take part.
+        timeout: Seconds to wait for the others.
+    """
+
+    def __init__(self, store: Store, *, node: int, nodes: Sequence[int], timeout: float) -> None:
+        self._store = store
+        self._node = node
+        self._timeout = timeout
+        self.alive = tuple(nodes)
+        self._generation = 0
+
+    def vote(self, number: int, vote: Vote) -> Verdict:
+        """Says how exchange ``number`` ended here, and returns what holds for all."""
+        key = f"exchange/{number}"
+        with _lost_store():
+            self._store.set(f"{key}/{self._node}", json.dumps(asdict(vote)))
+            if not vote.arrived:
+                self._judge(key, Verdict(False))
+            elif self._store.add(f"{key}/votes", 1) == len(self.alive):
+                self._judge(key, self._count(key))
+                self._forget(number - _KEPT)
+            if not self._wait(lambda: self._store.check([f"{key}/verdict"])):
+                self._judge(key, Verdict(False))
+            verdict = json.loads(self._store.get(f"{key}/verdict"))
+        verdict["figures"] = Figures(**verdict["figures"])
+        counted = Verdict(**{**verdict, "alive": self.alive})
+        return counted if counted.counted else Verdict(False, alive=self.roll_call())
+
+    def _count(self, key: str) -> Verdict:
+        votes = {node: json.loads(self._store.get(f"{key}/{node}")) for node in self.alive}
+        figures = [Figures(**vote["figures"]) for vote in votes.values()]
+        states = {vote["state"] for vote in votes.values()}
+        broken = [node for node, vote in votes.items() if not vote["finite"]]
+        return Verdict(
+            counted=True,
+            contributing=sum(vote["contributes"] for vote in votes.values()),
+            done=all(vote["done"] for vote in votes.values()),
+            state=states.pop() if len(states) == 1 else -1,
+            broken=broken[0] if broken else -1,
+            figures=Figures(
+                # A node that sends early also waits for the last one; what that one sees is the transfer.
+                seconds=_of([f.seconds for f in figures], min),
+                compute=_of([f.compute for f in figures], fmean),
+                loss=_of([f.loss for f in figures], fmean),
+                lr=figures[0].lr,
+            ),
+        )
+
+    def roll_call(self) -> tuple[int, ...]:
+        """Finds out which nodes are still there: those that answer in time."""
+        key = f"generation/{self._generation}"
+        with _lost_store():
+            self._store.set(f"{key}/{self._node}", "here")
+
+            def all_here() -> bool:
+                return self._store.check([f"{key}/verdict"]) or self._store.check([f"{key}/{n}" for n in self.alive])
+
+            self._wait(all_here)
+            here = [node for node in self.alive if self._store.check([f"{key}/{node}"])]
+            self._store.compare_set(f"{key}/verdict", "", json.dumps(here))
+            return tuple(json.loads(self._store.get(f"{key}/verdict")))
+
+    def regrouped(self, alive: Sequence[int]) -> None:
+        """Told, on every rank, that from now on these nodes take part."""
+        self.alive = tuple(alive)
+        self._generation += 1
+
+    def _judge(self, key: str, verdict: Verdict) -> None:
+        self._store.compare_set(f"{key}/verdict", "", json.dumps(asdict(verdict)))
+
+    def _wait(self, ready: Callable[[], bool]) -> bool:
+        """Polls, so that other threads may use the store meanwhile."""
+        deadline, pause = time.monotonic() + self._timeout, _SHORTEST
+        while not ready():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        return True
+
+    def _forget(self, number: int) -> None:
+        names = [*map(str, self.alive), "votes", "verdict"] if number >= 0 else []
+        for name in names:
+            # Not every store can delete.
+            with suppress(RuntimeError):
+                self._store.delete_key(f"exchange/{number}/{name}")
+
+
+class _lost_store:  # noqa: N801 - reads as a statement
+    """Says what it means when the store is gone."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise LostNodeError(
+                "the node that hosts the store cannot be reached any more, so that nodes cannot agree; "
+                "restart from a checkpoint"
+            ) from error
+
+
+def _of(values: list[float], how: Callable[[list[float]], float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return how(known) if known else math.nan

@@ -1,0 +1,448 @@
+"""``DASO``: attaching to a training loop on several nodes, and letting go again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
+from itertools import chain
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradweave.announce import announce
+from gradweave.compat import default_store, part_of_default_store
+from gradweave.daso import checkpoint
+from gradweave.daso.agreement import Agreement
+from gradweave.daso.backward import BackwardWatch
+from gradweave.daso.checks import check, check_same, everything_trained
+from gradweave.daso.exchange import Exchange, Setup
+from gradweave.daso.layout import Layout
+from gradweave.daso.mates import Call, Mates
+from gradweave.daso.options import Options
+from gradweave.daso.rhythm import PaperRhythm, Rhythm
+from gradweave.daso.rules import DeltaRule, PaperRule
+from gradweave.daso.topology import Groups, Topology
+from gradweave.daso.transfer import chunks
+from gradweave.errors import LostNodeError
+from gradweave.marks import mark_daso
+from gradweave.schedule import Timeline, save_timelines
+
+
+class DASO:
+    """Data parallel over nodes with a slow network between them, under an unchanged training loop.
+
+    Ranks of a node average gradients in every step, before ``backward()`` returns. Nodes exchange weights
+    every so many steps, in the background: one rank of each node sends, in turn, and some steps later all
+    merge what has arrived. Afterwards call :meth:`finish`, or leave it as a context manager: all ranks
+    then have the same weights.
+
+    Args:
+        model: What is trained; rank 0's weights are given to all. If it is a ``DistributedDataParallel``,
+            that averages gradients inside the node.
+        optimizer: Of its parameters.
+        mesh: With dimensions ``"node"`` and ``"local"``; made from ``LOCAL_WORLD_SIZE`` if absent.
+        mode: ``"delta"`` merges by x + mean(sent) - own sent; ``"paper"`` by the published rules, which
+            need :meth:`epoch_end` at the end of each epoch.
+        every: Steps from one exchange to the next; measured if absent. In paper mode the most there are.
+        wait: Steps until an exchange is merged; measured if absent: as many as the transfer takes.
+        pace: What else ``every`` follows, if it is not given: ``"time"``, nothing; ``"lr"``, rarer as
+            the learning rate falls; ``"plateau"``, rarer at first, and halved when the loss stops falling.
+        warm_up: Steps (epochs in paper mode, 4 if absent) in which all ranks average in every step.
+        cool_down: The same, at the end; needs ``total``.
+        total: Steps (epochs) of the whole training.
+        payload: What weights travel as: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+        average_gradients: Whether to average gradients inside the node; False where a wrapper of yours does.
+        on_failure: ``"raise"`` stops with an error if a node is lost; ``"continue"`` goes on without it.
+        timeout: Seconds to wait for another node before it counts as lost.
+        checkpoint_dir: Where each rank leaves a checkpoint if it has to stop.
+        rhythm: A record of an earlier run, its ``daso.rhythm``, to be replayed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        mesh: DeviceMesh | None = None,
+        *,
+        mode: str = "delta",
+        every: int | None = None,
+        wait: int | None = None,
+        pace: str = "time",
+        warm_up: int | None = None,
+        cool_down: int | None = None,
+        total: int | None = None,
+        payload: str = "bfloat16",
+        average_gradients: bool = True,
+        on_failure: str = "raise",
+        timeout: float = 300.0,
+        checkpoint_dir: str | Path = "daso-checkpoint",
+        rhythm: Iterable[tuple[int, int, int]] | None = None,
+    ) -> None:
+        self._options = Options(
+            mode=mode, every=every, wait=wait, pace=pace, warm_up=warm_up, cool_down=cool_down, total=total,
+            payload=payload, on_failure=on_failure, timeout=timeout, checkpoint_dir=Path(checkpoint_dir),
+            rhythm=None if rhythm is None else tuple(rhythm),
+        )  # fmt: skip
+        self._topology = Topology.of(mesh)
+        check(model, optimizer, self._topology)
+        self._model = model
+        self._optimizer = optimizer
+        self._averages = average_gradients and not isinstance(model, DistributedDataParallel)
+        self._detached = False
+        self._pending = False
+        self._stepping = False
+        self._steps = 0
+        self._losses: list[torch.Tensor] = []
+        self._loss = math.nan
+        device = next((p.device for p in self._params()), torch.device("cpu"))
+        self._groups = Groups(
+            self._topology, device, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
+        )
+        check_same(self._params(), self._topology, self._groups)
+        self._mates = Mates(self._topology, self._groups)
+        self._weights = Layout(p for p in self._params() if p.requires_grad)
+        self._exchange = self._make_exchange()
+        self.share_from_first_rank()
+        mark_daso(optimizer, self)
+        self._watch = BackwardWatch(self._params, self._backward_ended)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_step_post_hook(self._step_ended),
+        ]
+        if self._topology.nodes == 1:
+            places = self._topology.places
+            what = f"gradients are averaged over its {places} ranks" if places > 1 else "training stays as it is"
+            announce(f"one node: there is nothing to exchange, and {what}")
+
+    def _make_exchange(self) -> Exchange:
+        options, topology = self._options, self._topology
+        paper = options.mode == "paper"
+        setup = Setup(
+            rule=PaperRule() if paper else DeltaRule(),
+            payload=None if options.payload == "float32" else getattr(torch, options.payload),
+            weights=self._weights,
+            buffers=Layout(b for name, b in self._model.named_buffers() if _is_running(name)),
+            state=self._optimizer_state,
+            lr=lambda: float(self._optimizer.param_groups[0].get("lr", math.nan)),
+            continues=options.on_failure == "continue",
+            averages_gradients=self._averages and not paper,
+        )
+        agreement = Agreement(self._store(), node=topology.node, nodes=range(topology.nodes), timeout=options.timeout)
+        rhythm = PaperRhythm(options) if paper else Rhythm(options)
+        exchange = Exchange(setup, topology, self._groups, self._mates, agreement, rhythm)
+        exchange.loss = self._take_loss
+        return exchange
+
+    def _store(self) -> Any:
+        """A part of the common store that no other DASO uses."""
+        if self._groups.everyone is None:
+            return None
+        box = [default_store().add("gradweave-daso", 1) if self._is_first else 0]
+        dist.broadcast_object_list(box, self._topology.ranks[0][0], group=self._groups.everyone)
+        return part_of_default_store(f"gradweave-daso-{box[0]}")
+
+    @property
+    def _is_first(self) -> bool:
+        return self._topology.rank == self._topology.ranks[0][0]
+
+    def _params(self) -> list[torch.Tensor]:
+        return everything_trained(self._model, self._optimizer)
+
+    def _optimizer_state(self) -> Layout:
+        """Tensors of the optimizer's state that belong to single weights: moments, not step counts."""
+        tensors = []
+        for p in chain(*(group["params"] for group in self._optimizer.param_groups)):
+            state = self._optimizer.state.get(p, {})
+            moments = [state[key] for key in sorted(state) if key != "step"]
+            tensors += [m for m in moments if isinstance(m, torch.Tensor) and m.shape == p.shape]
+        return Layout(tensors)
+
+    @torch.no_grad()
+    def share_from_first_rank(self) -> None:
+        """Gives all ranks the first one's weights and buffers; all must call it."""
+        if self._groups.everyone is not None:
+            tensors = [*self._params(), *self._model.buffers()]
+            floating = Layout(tensors)
+            vectors = floating.pack()
+            whole = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
+            for tensor in (*chunks(vectors), *whole):
+                dist.broadcast(tensor, self._topology.ranks[0][0], group=self._groups.everyone)
+            floating.store(vectors)
+        self._exchange.agree()
+
+    # The loop: what happens at the end of a backward and of a step.
+
+    def _backward_ended(self) -> None:
+        if self._pending and self._watch.cleared and not self._stepping:
+            # A step has been left out, as gradient scaling does.
+            self._tick()
+        with self._leaving_a_checkpoint():
+            if self._weights.extend(p for p in self._params() if p.requires_grad):
+                self._exchange.extended()
+            flags = self._watch.take_fresh(self._params())
+            if self._averages and not self._mates.alone:
+                flags = list(self._mates.come_together(Call.BACKWARD, self._steps, flags, active=True).flags)
+            self._average([p.grad for p in self._weights.tensors], flags, len(self._mates.active))
+        self._watch.remember(self._weights.tensors)
+        self._pending = True
+
+    @torch.no_grad()
+    def _average(self, gradients: list[torch.Tensor | None], flags: list[int], active: int) -> None:
+        """Averages gradients over the ranks that train: of the node, or while nodes stay together of all.
+
+        Args:
+            gradients: This rank's, of the weights.
+            flags: For each parameter, how many ranks have a new gradient.
+            active: How many ranks of the node train.
+        """
+        across = self._exchange.averages_gradients(self._steps)
+        if not self._averages or (self._mates.alone and not across):
+            return
+        vectors = self._weights.pack(gradients)
+        self._mates.sum_up(vectors, self._steps)
+        if across:
+            local = [vector.clone() for vector in vectors]
+            sums = self._exchange.average(vectors, [active, *flags], self._steps)
+            if sums is None:
+                vectors = local
+            else:
+                active, flags = round(sums[0]), [round(flag) for flag in sums[1:]]
+        if not active:
+            return
+        fresh = {id(p) for p, flag in zip(self._params(), flags, strict=True) if flag}
+        for p, mean in zip(self._weights.tensors, self._weights.views(vectors), strict=True):
+            if id(p) in fresh:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                target = torch.view_as_real(p.grad) if p.is_complex() else p.grad
+                target.copy_(mean.div_(active))
+
+    def _step_begins(self, *_: Any) -> None:
+        self._stepping = True
+        if self._watch.refresh() and not self._pending:
+            self._backward_ended()
+
+    def _step_ended(self, *_: Any) -> None:
+        self._stepping = False
+        if self._pending:
+            self._tick()
+        self._watch.refresh()
+
+    def _tick(self) -> None:
+        """The end of a training step."""
+        self._pending = False
+        self._exchange.record.stepped()
+        with self._leaving_a_checkpoint():
+            step = self._steps
+            if not self._mates.alone and self._exchange.involves_mates(step):
+                self._mates.come_together(Call.TICK, step, self._no_flags(), active=True)
+            self._steps += 1
+            self._exchange.perform(step)
+
+    def _no_flags(self) -> list[int]:
+        return [0] * len(self._params())
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For accumulation: backwards inside neither average gradients nor count as steps."""
+        return self._watch.paused()
+
+    # What the user may say, and ask.
+
+    def observe(self, loss: torch.Tensor) -> None:
+        """Tells the loss of a batch, for ``pace="plateau"``; each exchange looks at the mean since the last."""
+        self._losses.append(loss.detach())
+
+    def epoch_end(self, loss: torch.Tensor | float | None = None) -> None:
+        """Tells that an epoch has ended, and its mean loss on this rank; in paper mode all ranks must call it."""
+        if loss is not None:
+            self._loss = float(loss)
+        if self._options.mode == "paper":
+            if self._pending:
+                self._tick()
+            with self._leaving_a_checkpoint():
+                if not self._mates.alone:
+                    loss_sum = torch.tensor([self._loss], dtype=torch.float64)
+                    self._mates.sum_up_numbers(loss_sum, self._steps)
+                    self._loss = float(loss_sum) / self._topology.places
+                self._exchange.border(self._steps)
+        self._exchange.record.paused()
+
+    def _take_loss(self) -> float:
+        loss, self._loss = self._loss, math.nan
+        if self._losses:
+            loss, self._losses = float(torch.stack(self._losses).float().mean()), []
+        return loss
+
+    @property
+    def steps(self) -> int:
+        """Training steps so far."""
+        return self._steps
+
+    @property
+    def rhythm(self) -> list[tuple[int, int, int]]:
+        """Exchange from which on, steps between exchanges, steps until a merge: each change so far."""
+        return list(self._exchange.rhythm.changes)
+
+    def stats(self) -> dict[str, float]:
+        """Bytes sent by this rank, exposed seconds, staleness, and the like: plain numbers for any logger."""
+        return {"steps": self._steps, **self._exchange.record.stats(self._exchange.rhythm)}
+
+    def timelines(self) -> tuple[Timeline, Timeline]:
+        """What the simulator makes of the measured times, and what was measured, on a rank that has exchanged."""
+        topology = self._topology
+        return self._exchange.record.timelines(self._exchange.rhythm, topology.nodes, topology.places)
+
+    def save_timeline(self, path: str | Path) -> None:
+        """Draws :meth:`timelines` one above the other, as a picture or a trace."""
+        save_timelines(self.timelines(), path)
+
+    # The end, and checkpoints.
+
+    def finish(self) -> None:
+        """Waits for all that is under way and leaves all ranks with the same weights; all must call it."""
+        if self._detached:
+            return
+        with self._leaving_a_checkpoint():
+            if self._pending:
+                self._tick()
+            self._wait_for_mates()
+            self._wait_for_nodes()
+        self.detach()
+
+    def _wait_for_mates(self) -> None:
+        """Stands by, without gradients of its own, until no rank of the node has batches left."""
+        while not self._mates.alone:
+            round_ = self._mates.come_together(Call.LEAVE, self._steps, self._no_flags(), active=False)
+            if round_.call is Call.LEAVE:
+                break
+            self._steps = round_.step
+            if round_.call is Call.TICK:
+                self._exchange.perform(round_.step)
+                self._steps += 1
+            else:
+                self._average([None] * len(self._weights.tensors), list(round_.flags), len(round_.active))
+        if self._mates.uneven:
+            self._take_from(self._mates.active[0])
+        self._mates.active = tuple(range(self._topology.places))
+
+    def _take_from(self, place: int) -> None:
+        """Gives the whole node what the rank has that trained longest."""
+        step = self._mates.give(self._steps, place, self._steps)
+        for layout in (Layout(self._params()), Layout(self._model.buffers())):
+            vectors = layout.pack()
+            self._mates.share(vectors, place, step)
+            layout.store(vectors)
+        given = self._mates.give((self._optimizer.state_dict(), self._exchange.state()), place, step)
+        self._optimizer.load_state_dict(given[0])
+        self._exchange.take(given[1])
+        self._steps = step
+
+    def _wait_for_nodes(self) -> None:
+        """Takes part in the steps of nodes that still train, without any of its own."""
+        exchange = self._exchange
+        exchange.done = True
+        while not (exchange.alone or exchange.all_done):
+            if exchange.averages_gradients(self._steps):
+                vectors = self._weights.zeros()
+                sums = exchange.average(vectors, [0.0, *self._no_flags()], self._steps)
+                if sums is not None and sums[0]:
+                    exchange.behind()
+            exchange.perform(self._steps)
+            self._steps += 1
+        exchange.settle(self._steps, final=True)
+
+    def detach(self) -> None:
+        """Lets go at once: what is under way is dropped, and each node keeps its weights."""
+        if self._detached:
+            return
+        self._detached = True
+        self._watch.detach()
+        for hook in self._hooks:
+            hook.remove()
+        mark_daso(self._optimizer, None)
+
+    def __enter__(self) -> DASO:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+        else:
+            self.detach()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on exactly here, on this rank, with an exchange under way or not.
+
+        Save it on every rank, together with the model's and the optimizer's.
+        """
+        state = checkpoint.save(self._exchange, self._topology, self._params())
+        return {**state, "steps": self._steps, "pending": self._pending}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where a checkpoint was taken; all ranks must call it, behind loading model and optimizer.
+
+        If each rank loads its own on the nodes it was taken on, training goes on bit for bit. On other
+        nodes it goes on with what the first rank has loaded.
+        """
+        self._steps, self._pending = state["steps"], state["pending"]
+        if not checkpoint.fits(state, self._topology, self._groups):
+            checkpoint.merge_alone(self._exchange, state)
+            if self._groups.everyone is not None:
+                box: list[Any] = [
+                    self._optimizer.state_dict(),
+                    self._exchange.rhythm.state(),
+                    self._steps,
+                    self._pending,
+                ]
+                dist.broadcast_object_list(box, self._topology.ranks[0][0], group=self._groups.everyone)
+                if not self._is_first:
+                    self._optimizer.load_state_dict(box[0])
+                self._exchange.rhythm.restore(box[1])
+                self._steps, self._pending = box[2:]
+            self._exchange.next_send = self._steps
+            self.share_from_first_rank()
+            return
+        checkpoint.check_weights(state, self._params())
+        checkpoint.load(self._exchange, state)
+
+    def _leaving_a_checkpoint(self) -> AbstractContextManager[None]:
+        return _LeavingACheckpoint(self)
+
+
+class _LeavingACheckpoint:
+    """Where training cannot go on: saves what this rank has, lets go, and says where it is."""
+
+    def __init__(self, daso: DASO) -> None:
+        self._daso = daso
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not isinstance(error, LostNodeError) or error.checkpoint is not None:
+            return
+        daso = self._daso
+        daso.detach()
+        # Whatever keeps a checkpoint from being written must not hide why it was to be.
+        with suppress(Exception):
+            folder = daso._options.checkpoint_dir
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"rank{daso._topology.rank}.pt"
+            daso._exchange.flight = None
+            states = {"model": daso._model.state_dict(), "optimizer": daso._optimizer.state_dict()}
+            torch.save({**states, "daso": daso.state_dict()}, path)
+            error.checkpoint = str(path)
+            error.args = (f"{error} (this rank's checkpoint: {path})",)
+
+
+def _is_running(name: str) -> bool:
+    return name.rpartition(".")[2].startswith("running_")

@@ -1,0 +1,90 @@
+"""Noticing the end of each backward, under a loop that does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from gradweave.compat import at_end_of_backward, current_backward
+from gradweave.errors import GradweaveError
+
+_SEEN = "_gradweave_seen"
+
+
+class BackwardWatch:
+    """Calls back when a backward has ended, and knows which parameters have new gradients.
+
+    Args:
+        params: Watched while they are trained; asked again by :meth:`refresh`.
+        ended: Called on the thread that runs the backward, before it returns to the user.
+    """
+
+    def __init__(self, params: Callable[[], Iterable[torch.Tensor]], ended: Callable[[], None]) -> None:
+        self._params = params
+        self._ended = ended
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._fresh: set[int] = set()
+        self._backward = -1
+        self._paused = False
+        self._sentinel: torch.Tensor | None = None
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Watches parameters that have come in since; says whether one of them has a gradient already."""
+        new = [p for p in self._params() if p.requires_grad and id(p) not in self._hooks]
+        for p in new:
+            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._accumulated)
+        late = [p for p in new if p.grad is not None]
+        self._fresh.update(id(p) for p in late)
+        return bool(late)
+
+    def _accumulated(self, p: torch.Tensor) -> None:
+        if p.grad is not None and p.grad.layout is not torch.strided:
+            raise GradweaveError(
+                f"a parameter of shape {tuple(p.shape)} has a {p.grad.layout} gradient, which DASO cannot average; "
+                "construct its embedding with sparse=False"
+            )
+        self._fresh.add(id(p))
+        if self._backward != current_backward():
+            self._backward = current_backward()
+            at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        self._backward = -1
+        if not self._paused and self._fresh:
+            self._ended()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backwards inside only accumulate."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def take_fresh(self, params: Iterable[torch.Tensor]) -> list[int]:
+        """For each parameter whether it has had a new gradient since this was asked last."""
+        flags = [int(id(p) in self._fresh) for p in params]
+        self._fresh.clear()
+        return flags
+
+    def remember(self, params: Iterable[torch.Tensor]) -> None:
+        """Marks a gradient, to find out later whether it has been cleared."""
+        self._sentinel = next((p for p in params if p.grad is not None), None)
+        if self._sentinel is not None:
+            setattr(self._sentinel.grad, _SEEN, True)
+
+    @property
+    def cleared(self) -> bool:
+        """Whether gradients have been cleared since the last backward; in place counts as not."""
+        return self._sentinel is None or not getattr(self._sentinel.grad, _SEEN, False)
+
+    def detach(self) -> None:
+        """Watches no longer."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()

@@ -1,0 +1,361 @@
+"""Exchanges between nodes: sent by one rank of each in turn, merged by all, or by none if one failed."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradweave.announce import announce
+from gradweave.daso.agreement import Agreement, Verdict, Vote
+from gradweave.daso.layout import Layout, Vectors, narrow
+from gradweave.daso.mates import Mates
+from gradweave.daso.record import Record
+from gradweave.daso.rhythm import Figures, Phase, Rhythm
+from gradweave.daso.rules import Rule
+from gradweave.daso.topology import Groups, Topology
+from gradweave.daso.transfer import Transfer, chunks
+from gradweave.errors import LostNodeError
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What exchanges are made of.
+
+    Attributes:
+        rule: What is sent and how it is merged.
+        payload: Dtype that weights travel in; None for their own.
+        weights: Those that are trained.
+        buffers: Running statistics.
+        state: The optimizer's state at present.
+        lr: The learning rate at present.
+        continues: Whether to go on without nodes that are lost.
+        averages_gradients: Whether gradients are averaged here, and not by a wrapper of the user's.
+    """
+
+    rule: Rule
+    payload: torch.dtype | None
+    weights: Layout
+    buffers: Layout
+    state: Callable[[], Layout]
+    lr: Callable[[], float]
+    continues: bool
+    averages_gradients: bool
+
+
+@dataclass
+class Flight:
+    """An exchange that is not merged yet.
+
+    Attributes:
+        number: Of the exchange.
+        place: The rank of each node that carries it.
+        sent_at: Step after which it was sent.
+        due: Step after which it is merged.
+        staleness: Steps in between, for the rule; None where nobody goes on meanwhile.
+        sent: What this node sent: weights, then statistics.
+        weights: How many tensors the weights are; there may be more by the time it is merged.
+        transfer: On the rank that carries it.
+        total: The sum, where it is known without a transfer: after a restart.
+        verdict: Likewise.
+    """
+
+    number: int
+    place: int
+    sent_at: int
+    due: int
+    staleness: int | None
+    sent: list[torch.Tensor]
+    weights: int = 0
+    transfer: Transfer | None = None
+    total: list[torch.Tensor] | None = None
+    verdict: Verdict | None = None
+
+
+class Exchange:
+    """One rank's part in all exchanges; ranks of a node call the same methods in the same order."""
+
+    def __init__(
+        self, setup: Setup, topology: Topology, groups: Groups, mates: Mates, agreement: Agreement, rhythm: Rhythm
+    ) -> None:
+        self._setup = setup
+        self._topology = topology
+        self._groups = groups
+        self._mates = mates
+        self._agreement = agreement
+        self.rhythm = rhythm
+        self.record = Record()
+        self.flight: Flight | None = None
+        self.number = 0
+        self.rotation = 0
+        self.next_send = 0
+        self.loss: Callable[[], float] = lambda: math.nan
+        self.done = False
+        """Whether this node has no batches left; it then takes part without holding anybody up."""
+        self.all_done = False
+        self._idle = False
+        """Whether this node, which is done, has sent what it had."""
+        self._behind = False
+        """Whether others have trained on together since, so that its weights are of no use."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other node."""
+        return self._groups.across is None
+
+    def together(self, step: int) -> bool:
+        """Whether nodes average in every step now."""
+        return self.rhythm.phase(step) is Phase.TOGETHER and not self.alone
+
+    def averages_gradients(self, step: int) -> bool:
+        """Whether they average gradients, rather than weights."""
+        return self.together(step) and self._setup.averages_gradients
+
+    def involves_mates(self, step: int) -> bool:
+        """Whether something happens at the end of a step that all ranks of the node have part in."""
+        due = self.flight is not None and step >= self.flight.due
+        return not self.alone and (due or self._sends(step) or self._comes_together(step))
+
+    def _sends(self, step: int) -> bool:
+        if self.alone:
+            return False
+        if self.together(step):
+            return not self._setup.averages_gradients
+        return step >= self.next_send
+
+    def _comes_together(self, step: int) -> bool:
+        return self._setup.averages_gradients and self.together(step + 1) and not self.together(step)
+
+    def perform(self, step: int) -> None:
+        """Does what is due at the end of a step."""
+        rule = self._setup.rule
+        flight = self.flight
+        due = flight is not None and (step >= flight.due or (rule.sends_first and self._sends(step)))
+        if flight is not None and due and not rule.sends_first:
+            self._land(flight, step)
+        if self._sends(step):
+            blocking = self.together(step)
+            wait = 0 if blocking else self.rhythm.wait
+            new = self._send(step, wait, None if blocking else wait)
+            self.flight, self.next_send = new, step + self.rhythm.every
+            if flight is not None and due and rule.sends_first:
+                self._merge(flight, step)
+            if wait == 0 or self.done:
+                self._land(new, step)
+        elif flight is not None and due and rule.sends_first:
+            self._land(flight, step)
+        if self._comes_together(step):
+            self.settle(step)
+        elif self.averages_gradients(step) and not self.together(step + 1):
+            rule.agree(self._setup.weights)
+
+    def _land(self, flight: Flight, step: int) -> None:
+        self.flight = None
+        self._merge(flight, step)
+
+    def _send(self, step: int, wait: int, staleness: int | None, *, wide: bool = False) -> Flight:
+        setup, counts = self._setup, not (self._idle or self._behind)
+        place = self.rotation % self._topology.places
+        self.rotation += 1
+        sent = narrow(setup.rule.payload(setup.weights), None if wide else setup.payload) + setup.buffers.pack()
+        self._idle = self.done
+        weights = len(setup.weights.tensors)
+        return self._begin(Flight(self.number, place, step, step + wait, staleness, sent, weights), counts)
+
+    def _begin(self, flight: Flight, counts: bool) -> Flight:
+        self.number += 1
+        if not counts:
+            flight.sent = [torch.zeros_like(vector) for vector in flight.sent]
+        elif self._mates.uneven:
+            self._mates.share(flight.sent, self._mates.active[0], flight.sent_at)
+        if flight.place == self._topology.place and self._groups.across is not None:
+            figures = Figures(math.nan, self.record.step_seconds, self.loss(), self._setup.lr())
+            size = -1 if self._mates.uneven else self._setup.state().numel
+            vote = Vote(True, contributes=counts, done=self.done, state=size, figures=figures)
+            self.record.sent(sum(v.nbytes for v in flight.sent), len(self._agreement.alive))
+            flight.transfer = Transfer(flight.number, flight.sent, self._groups.across, self._agreement, vote)
+        return flight
+
+    def _merge(self, flight: Flight, step: int, *, settle: bool = False) -> Verdict:
+        verdict, total = self._arrive(flight, step)
+        if verdict.counted:
+            self.apply(flight, verdict, total, settle=settle)
+            self.all_done = verdict.done
+            self.rhythm.merged(flight.number, verdict.figures)
+            if flight.number == self.number - 1:
+                self.next_send = flight.sent_at + self.rhythm.every
+        return verdict
+
+    def apply(self, flight: Flight, verdict: Verdict, total: list[torch.Tensor], *, settle: bool = False) -> None:
+        """Merges a sum into the weights, and takes the mean of running statistics."""
+        setup, contributing = self._setup, max(1, verdict.contributing)
+        if verdict.contributing:
+            layout = setup.weights.first(flight.weights)
+            count = len(flight.sent) - len(setup.buffers.zeros())
+            if settle:
+                setup.rule.settle(layout, total[:count], contributing)
+            else:
+                setup.rule.merge(layout, flight.sent[:count], total[:count], contributing, flight.staleness)
+            setup.buffers.store([vector.div(contributing) for vector in total[count:]])
+
+    def _arrive(self, flight: Flight, step: int) -> tuple[Verdict, list[torch.Tensor]]:
+        """The verdict and the sum of a flight, on all ranks of the node; deals with a failure."""
+        began = time.perf_counter()
+        carries = flight.place == self._topology.place
+        verdict, error = flight.verdict, None
+        if flight.transfer is not None:
+            try:
+                verdict = flight.transfer.result()
+            except LostNodeError as lost:
+                verdict, error = Verdict(False), lost
+        numbers = verdict.as_list() if carries and verdict is not None else None
+        length = len(Verdict(False).as_list()) + self._topology.nodes
+        verdict = Verdict.from_list(self._mates.tell(numbers, length, flight.place, step))
+        self.record.waited(time.perf_counter() - began)
+        if not verdict.counted or verdict.broken >= 0:
+            self._fail(verdict, step, error)
+            return replace(verdict, counted=False), []
+        total = flight.total or (flight.transfer.total if flight.transfer is not None else None)
+        if total is None:
+            total = [torch.empty_like(vector) for vector in flight.sent]
+        self._mates.share(total, flight.place, step)
+        if flight.transfer is not None:
+            self.record.arrived(flight.transfer.began, flight.transfer.ended, step - flight.sent_at)
+        return verdict, total
+
+    def settle(self, step: int, *, final: bool = False) -> None:
+        """Makes weights, statistics and optimizer state the same on all nodes, bit for bit."""
+        if self.flight is not None:
+            self._land(self.flight, step)
+        if self.alone:
+            return
+        self._idle = self._idle and not final
+        counts = not (self._idle or self._behind)
+        verdict = self._merge(self._send(step, 0, None, wide=True), step, settle=True)
+        self._behind = False
+        if not verdict.counted:
+            return
+        state = self._setup.state()
+        if verdict.state > 0 and verdict.state == state.numel:
+            flight = Flight(self.number, 0, step, step, None, state.pack())
+            verdict, total = self._arrive(self._begin(flight, counts), step)
+            if verdict.counted:
+                state.store([vector.div_(max(1, verdict.contributing)) for vector in total])
+        elif verdict.state != 0:
+            announce("optimizer states differ in size between nodes, so that they stay apart", level=logging.WARNING)
+
+    def border(self, step: int) -> None:
+        """The end of an epoch by the published rules: a plain average, and a look at the loss."""
+        if not self.alone:
+            if self.flight is not None:
+                self._land(self.flight, step)
+            flight = self._send(step, 0, None)
+            verdict = self._merge(flight, step, settle=True)
+            self.rhythm.epoch_ended(flight.number, verdict.figures)
+        self.rotation, self.next_send = 0, step
+
+    def average(self, vectors: Vectors, tail: Sequence[float], step: int) -> list[float] | None:
+        """Sums gradients over nodes, in place, with a tail of numbers; None where a node was lost on the way."""
+        device = vectors[0].device if vectors else torch.device("cpu")
+        numbers = torch.tensor([*tail, float(self.done)], dtype=torch.float32, device=device)
+        alive: list[float] = []
+        sums = narrow([*vectors, numbers], None)
+        began = time.perf_counter()
+        if self._topology.place == 0 and self._groups.across is not None:
+            try:
+                for chunk in chunks(sums):
+                    dist.all_reduce(chunk, group=self._groups.across)
+                self.record.sent(sum(v.nbytes for v in sums), len(self._agreement.alive))
+            except RuntimeError:
+                try:
+                    alive = [float(node) for node in self._agreement.roll_call()]
+                except LostNodeError:
+                    alive = [float(self._topology.nodes)]
+        told = [node for node in self._mates.tell(alive, self._topology.nodes, 0, step) if node >= 0]
+        self.record.waited(time.perf_counter() - began)
+        if told:
+            here = tuple(int(node) for node in told if node < self._topology.nodes)
+            self._fail(Verdict(False, alive=here), step, None)
+            return None
+        self._mates.share(sums, 0, step)
+        for vector, total in zip(vectors, sums, strict=False):
+            vector.copy_(total)
+        *rest, done = sums[-1].tolist()
+        self.all_done = round(done) == len(self._agreement.alive)
+        return list(rest)
+
+    def behind(self) -> None:
+        """Told that other nodes have gone on together, and left this one's weights behind."""
+        self._behind = True
+
+    def extended(self) -> None:
+        """Told that weights have come in, before anybody has trained them."""
+        self._setup.rule.extend(self._setup.weights)
+
+    def agree(self) -> None:
+        """Told that all nodes have the same weights."""
+        self._setup.rule.agree(self._setup.weights)
+
+    def state(self) -> dict[str, Any]:
+        """Counters and what nodes have in common, for a checkpoint."""
+        kept = {name: getattr(self, name) for name in ("number", "rotation", "next_send")}
+        return {**kept, "rhythm": self.rhythm.state(), "anchor": [a.clone() for a in self._setup.rule.anchor]}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`state` gave."""
+        for name in ("number", "rotation", "next_send"):
+            setattr(self, name, state[name])
+        self.rhythm.restore(state["rhythm"])
+        self._setup.rule.anchor = [
+            a.to(zeros.device) for a, zeros in zip(state["anchor"], self._setup.weights.zeros(), strict=False)
+        ]
+
+    def _fail(self, verdict: Verdict, step: int, error: LostNodeError | None) -> None:
+        """An exchange did not count: goes on without those that are lost, or says who they are."""
+        self.record.failed += 1
+        if verdict.broken >= 0:
+            ranks = self._topology.ranks[verdict.broken]
+            raise LostNodeError(
+                f"node {verdict.broken} (ranks {_listed(ranks)}) has weights that are not finite at step {step}; "
+                "restart from a checkpoint with a smaller learning rate or with clipping",
+                ranks=ranks, step=step,
+            ) from error  # fmt: skip
+        if not verdict.alive:
+            raise LostNodeError(
+                f"the node that hosts the store is lost at step {step}, so that nodes cannot agree any more; "
+                "restart from a checkpoint",
+                ranks=self._topology.ranks[0], step=step,
+            ) from error  # fmt: skip
+        if self._topology.node not in verdict.alive:
+            raise LostNodeError(
+                f"this node (ranks {_listed(self._topology.ranks[self._topology.node])}) was too late at step {step}, "
+                "and the others have gone on without it; restart it from a checkpoint, or give a longer timeout",
+                ranks=self._topology.ranks[self._topology.node], step=step,
+            ) from error  # fmt: skip
+        lost = [node for node in self._agreement.alive if node not in verdict.alive]
+        ranks = tuple(rank for node in lost for rank in self._topology.ranks[node])
+        what = f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} lost" if lost else "the link was cut, with nobody lost,"
+        if not self._setup.continues:
+            raise LostNodeError(
+                f"{what} at step {step}: that exchange counts for nobody and weights are whole; restart from a "
+                'checkpoint, or give on_failure="continue"',
+                ranks=ranks, step=step,
+            )  # fmt: skip
+        announce(f"{what} at step {step}: going on with {len(verdict.alive)} nodes", level=logging.WARNING)
+        self._agreement.regrouped(verdict.alive)
+        try:
+            self._groups.regroup(verdict.alive)
+        except RuntimeError as failed:
+            message = f"the nodes that are left could not form a group at step {step}; restart from a checkpoint"
+            raise LostNodeError(message, ranks=ranks, step=step) from failed
+        self.next_send = min(self.next_send, step + 1)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

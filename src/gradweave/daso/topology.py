@@ -1,0 +1,126 @@
+"""Which ranks share a node, and the groups they talk in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradweave.errors import ArgumentError
+
+DIMENSIONS = ("node", "local")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes of equally many ranks, and where this process is.
+
+    Attributes:
+        ranks: Global ranks of each node, by their place in it.
+        node: Index of this process's node.
+        place: This process's place in its node.
+    """
+
+    ranks: tuple[tuple[int, ...], ...] = ((0,),)
+    node: int = 0
+    place: int = 0
+
+    @staticmethod
+    def of(mesh: DeviceMesh | None) -> Topology:
+        """From a mesh of nodes and places, or from what the launcher says."""
+        if mesh is None:
+            return Topology._of_launcher()
+        if mesh.mesh_dim_names != DIMENSIONS:
+            remedy = f"give a mesh with dimensions {DIMENSIONS}, or none to have it made from LOCAL_WORLD_SIZE"
+            raise ArgumentError("mesh", mesh.mesh_dim_names, remedy)
+        return Topology._around(tuple(tuple(row) for row in mesh.mesh.tolist()))
+
+    @staticmethod
+    def _of_launcher() -> Topology:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Topology()
+        world, local = dist.get_world_size(), os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not local.isdigit() or int(local) < 1 or world % int(local):
+            remedy = f"run under torchrun with as many of the {world} ranks on each node, or give a mesh"
+            raise ArgumentError("LOCAL_WORLD_SIZE", local, remedy)
+        size = int(local)
+        return Topology._around(tuple(tuple(range(first, first + size)) for first in range(0, world, size)))
+
+    @staticmethod
+    def _around(ranks: tuple[tuple[int, ...], ...]) -> Topology:
+        own = dist.get_rank()
+        for node, members in enumerate(ranks):
+            if own in members:
+                return Topology(ranks, node, members.index(own))
+        raise ArgumentError("mesh", ranks, f"has no rank {own}; call DASO on the ranks that are in the mesh")
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.ranks)
+
+    @property
+    def places(self) -> int:
+        """How many ranks each node has."""
+        return len(self.ranks[0])
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self.ranks[self.node][self.place]
+
+    def mate(self, place: int) -> int:
+        """Global rank of another place in this node."""
+        return self.ranks[self.node][place]
+
+
+class Groups:
+    """Process groups of one rank, each with a timeout of its own.
+
+    Attributes:
+        everyone: All ranks; for the start and for loading, while nobody is lost.
+        mates: The ranks of this node, for tensors.
+        control: The same ranks, for small messages that live on the host.
+        across: The ranks with the same place in every node that is alive.
+    """
+
+    def __init__(
+        self, topology: Topology, device: torch.device, *, timeout: timedelta, node_timeout: timedelta
+    ) -> None:
+        self._topology = topology
+        self._timeout = timeout
+        self._backend = "gloo" if device.type == "cpu" else None
+        everyone = [rank for members in topology.ranks for rank in members]
+        self.everyone: ProcessGroup | None = None
+        self.mates: ProcessGroup | None = None
+        self.control: ProcessGroup | None = None
+        self.across: ProcessGroup | None = None
+        if len(everyone) > 1:
+            self.everyone = self._new(everyone, node_timeout)
+        if topology.places > 1:
+            own = topology.ranks[topology.node]
+            self.mates = self._new(own, node_timeout)
+            self.control = self.mates
+            if self._backend is None and dist.get_backend(self.mates) != "gloo":
+                self.control = self._new(own, node_timeout, backend="gloo")
+        self.regroup(range(topology.nodes))
+
+    def regroup(self, nodes: Sequence[int]) -> None:
+        """Makes the group between nodes anew, of those that are alive."""
+        self.across = None
+        if len(nodes) > 1:
+            self.across = self._new([self._topology.ranks[node][self._topology.place] for node in nodes], self._timeout)
+
+    def _new(self, ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+        group = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend or self._backend, use_local_synchronization=True
+        )
+        if not isinstance(group, ProcessGroup):
+            raise ArgumentError("mesh", self._topology.ranks, f"rank {self._topology.rank} is not in it")
+        return group
