@@ -454,9 +454,10 @@ def has_gradient_hooks(param: torch.Tensor) -> bool:
     return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
 
 
-def copy_all(targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...]) -> None:
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies each source into its target; on a GPU in few kernels."""
-    torch._foreach_copy_(targets, sources)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def default_store() -> Any:

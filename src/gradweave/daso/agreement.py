@@ -81,13 +81,13 @@ class Verdict:
         """As numbers, for ranks that do not speak with the store."""
         f = self.figures
         head = [self.counted, self.contributing, self.done, self.state, self.broken]
-        return [float(x) for x in (*head, f.seconds, f.compute, f.loss, f.lr, *self.alive)]
+        return [float(x) for x in (*head, f.seconds, f.compute, f.loss, f.lr, f.work, *self.alive)]
 
     @staticmethod
     def from_list(numbers: Sequence[float]) -> Verdict:
         """The inverse of :meth:`as_list`; negative numbers at the end are padding."""
-        counted, contributing, done, state, broken, seconds, compute, loss, lr, *alive = numbers
-        figures = Figures(seconds, compute, loss, lr)
+        counted, contributing, done, state, broken, seconds, compute, loss, lr, work, *alive = numbers
+        figures = Figures(seconds, compute, loss, lr, work)
         nodes = tuple(int(node) for node in alive if node >= 0)
         return Verdict(bool(counted), int(contributing), bool(done), int(state), int(broken), figures, nodes)
 
@@ -143,6 +143,7 @@ class Agreement:
                 compute=_of([f.compute for f in figures], fmean),
                 loss=_of([f.loss for f in figures], fmean),
                 lr=figures[0].lr,
+                work=_of([f.work for f in figures], fmean),
             ),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from itertools import chain
 from pathlib import Path
@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat import default_store, part_of_default_store
+from gradweave.compat import copy_all, default_store, part_of_default_store
 from gradweave.daso import checkpoint
 from gradweave.daso.agreement import Agreement
 from gradweave.daso.backward import BackwardWatch
 from gradweave.daso.checks import check, check_same, everything_trained
 from gradweave.daso.exchange import Exchange, Setup
-from gradweave.daso.layout import Layout
+from gradweave.daso.layout import Layout, as_real
 from gradweave.daso.mates import Call, Mates
 from gradweave.daso.options import Options
 from gradweave.daso.rhythm import PaperRhythm, Rhythm
@@ -187,42 +187,41 @@ class DASO:
         with self._leaving_a_checkpoint():
             if self._weights.extend(p for p in self._params() if p.requires_grad):
                 self._exchange.extended()
-            flags = self._watch.take_fresh(self._params())
-            if self._averages and not self._mates.alone:
-                flags = list(self._mates.come_together(Call.BACKWARD, self._steps, flags, active=True).flags)
-            self._average([p.grad for p in self._weights.tensors], flags, len(self._mates.active))
+            self._average(self._watch.take_fresh(self._params()))
         self._watch.remember(self._weights.tensors)
         self._pending = True
 
     @torch.no_grad()
-    def _average(self, gradients: list[torch.Tensor | None], flags: list[int], active: int) -> None:
-        """Averages gradients over the ranks that train: of the node, or while nodes stay together of all.
+    def _average(self, flags: Sequence[int]) -> None:
+        """Averages gradients over the ranks that train: of the node, or of all while nodes stay together.
 
         Args:
-            gradients: This rank's, of the weights.
-            flags: For each parameter, how many ranks have a new gradient.
-            active: How many ranks of the node train.
+            flags: For each parameter, whether it has a new gradient.
         """
         across = self._exchange.averages_gradients(self._steps)
         if not self._averages or (self._mates.alone and not across):
             return
-        vectors = self._weights.pack(gradients)
-        self._mates.sum_up(vectors, self._steps)
+        vectors, active = self._weights.pack([p.grad for p in self._weights.tensors]), 1
+        if not self._mates.alone:
+            met = self._mates.gather(Call.BACKWARD, self._steps, flags, vectors, active=True)
+            flags, active = met.flags, len(met.active)
         if across:
-            local = [vector.clone() for vector in vectors]
-            sums = self._exchange.average(vectors, [active, *flags], self._steps)
-            if sums is None:
-                vectors = local
-            else:
-                active, flags = round(sums[0]), [round(flag) for flag in sums[1:]]
-        if not active:
-            return
+            flags, active = self._average_across(vectors, flags, active)
         fresh = {id(p) for p, flag in zip(self._params(), flags, strict=True) if flag}
-        for p, mean in zip(self._weights.tensors, self._weights.views(vectors), strict=True):
-            if id(p) in fresh:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                target = torch.view_as_real(p.grad) if p.is_complex() else p.grad
-                target.copy_(mean.div_(active))
+        averaged = [pair for pair in zip(self._weights.tensors, self._weights.views(vectors), strict=True)
+                    if id(pair[0]) in fresh]  # fmt: skip
+        for vector in vectors:
+            vector.div_(active)
+        for p, _ in averaged:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        copy_all([as_real(p.grad) for p, _ in averaged if p.grad is not None], [mean for _, mean in averaged])
+
+    def _average_across(
+        self, vectors: list[torch.Tensor], flags: Sequence[int], active: int
+    ) -> tuple[Sequence[int], int]:
+        """Sums over nodes too; where one is lost on the way, the node's own sum stands."""
+        sums = self._exchange.average(vectors, [active, *flags], self._steps)
+        return (flags, active) if sums is None else ([round(flag) for flag in sums[1:]], round(sums[0]))
 
     def _step_begins(self, *_: Any) -> None:
         self._stepping = True
@@ -241,8 +240,8 @@ class DASO:
         self._exchange.record.stepped()
         with self._leaving_a_checkpoint():
             step = self._steps
-            if not self._mates.alone and self._exchange.involves_mates(step):
-                self._mates.come_together(Call.TICK, step, self._no_flags(), active=True)
+            if self._mates.uneven and self._exchange.involves_mates(step):
+                self._mates.gather(Call.TICK, step, self._no_flags(), [], active=True)
             self._steps += 1
             self._exchange.perform(step)
 
@@ -318,16 +317,17 @@ class DASO:
 
     def _wait_for_mates(self) -> None:
         """Stands by, without gradients of its own, until no rank of the node has batches left."""
-        while not self._mates.alone:
-            round_ = self._mates.come_together(Call.LEAVE, self._steps, self._no_flags(), active=False)
-            if round_.call is Call.LEAVE:
+        while self._averages and not self._mates.alone:
+            vectors = self._weights.zeros()
+            met = self._mates.gather(Call.LEAVE, self._steps, self._no_flags(), vectors, active=False)
+            if met.call is Call.LEAVE:
                 break
-            self._steps = round_.step
-            if round_.call is Call.TICK:
-                self._exchange.perform(round_.step)
+            self._steps = met.step
+            if met.call is Call.TICK:
+                self._exchange.perform(met.step)
                 self._steps += 1
-            else:
-                self._average([None] * len(self._weights.tensors), list(round_.flags), len(round_.active))
+            elif self._exchange.averages_gradients(met.step):
+                self._average_across(vectors, met.flags, len(met.active))
         if self._mates.uneven:
             self._take_from(self._mates.active[0])
         self._mates.active = tuple(range(self._topology.places))
@@ -354,6 +354,7 @@ class DASO:
                 sums = exchange.average(vectors, [0.0, *self._no_flags()], self._steps)
                 if sums is not None and sums[0]:
                     exchange.behind()
+            self._steps = exchange.next_event(self._steps)
             exchange.perform(self._steps)
             self._steps += 1
         exchange.settle(self._steps, final=True)

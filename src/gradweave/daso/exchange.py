@@ -122,6 +122,12 @@ class Exchange:
         due = self.flight is not None and step >= self.flight.due
         return not self.alone and (due or self._sends(step) or self._comes_together(step))
 
+    def next_event(self, step: int) -> int:
+        """The first step from here on at whose end something happens, as far as that is known now."""
+        later = self.next_send if self.flight is None else min(self.next_send, self.flight.due)
+        border = self.rhythm.next_border(step)
+        return max(step, later if border is None else min(later, border))
+
     def _sends(self, step: int) -> bool:
         if self.alone:
             return False
@@ -134,6 +140,10 @@ class Exchange:
 
     def perform(self, step: int) -> None:
         """Does what is due at the end of a step."""
+        with self.record.working():
+            self._perform(step)
+
+    def _perform(self, step: int) -> None:
         rule = self._setup.rule
         flight = self.flight
         due = flight is not None and (step >= flight.due or (rule.sends_first and self._sends(step)))
@@ -175,7 +185,9 @@ class Exchange:
         elif self._mates.uneven:
             self._mates.share(flight.sent, self._mates.active[0], flight.sent_at)
         if flight.place == self._topology.place and self._groups.across is not None:
-            figures = Figures(math.nan, self.record.step_seconds, self.loss(), self._setup.lr())
+            figures = Figures(
+                compute=self.record.step_seconds, loss=self.loss(), lr=self._setup.lr(), work=self.record.work
+            )
             size = -1 if self._mates.uneven else self._setup.state().numel
             vote = Vote(True, contributes=counts, done=self.done, state=size, figures=figures)
             self.record.sent(sum(v.nbytes for v in flight.sent), len(self._agreement.alive))
@@ -186,6 +198,7 @@ class Exchange:
         verdict, total = self._arrive(flight, step)
         if verdict.counted:
             self.apply(flight, verdict, total, settle=settle)
+            self.record.merged()
             self.all_done = verdict.done
             self.rhythm.merged(flight.number, verdict.figures)
             if flight.number == self.number - 1:

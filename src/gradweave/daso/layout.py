@@ -38,7 +38,7 @@ class Layout:
     @property
     def numel(self) -> int:
         """Elements of all vectors together."""
-        return sum(_real(tensor).numel() for tensor in self.tensors)
+        return sum(as_real(tensor).numel() for tensor in self.tensors)
 
     def first(self, count: int) -> Layout:
         """The layout as it was when it had so many tensors: the beginnings of the same vectors."""
@@ -47,7 +47,7 @@ class Layout:
     def zeros(self) -> list[torch.Tensor]:
         """Vectors of this layout."""
         return [
-            torch.zeros(sum(_real(t).numel() for t in members), dtype=dtype, device=members[0].device)
+            torch.zeros(sum(as_real(t).numel() for t in members), dtype=dtype, device=members[0].device)
             for dtype, members in self._members.items()
         ]
 
@@ -55,18 +55,18 @@ class Layout:
         """Copies the tensors, or others of the same shapes, into new vectors; None is zeros."""
         vectors = self.zeros()
         pairs = [
-            (view, _real(source.detach()))
+            (view, as_real(source.detach()))
             for view, source in zip(self.views(vectors), self.tensors if sources is None else sources, strict=True)
             if source is not None
         ]
-        copy_all(*zip(*pairs, strict=True)) if pairs else None
+        copy_all([view for view, _ in pairs], [source for _, source in pairs])
         return vectors
 
     def views(self, vectors: Vectors) -> list[torch.Tensor]:
         """The part of each tensor in vectors of this layout, in its shape."""
         places: dict[int, torch.Tensor] = {}
         for members, vector in zip(self._members.values(), vectors, strict=True):
-            shapes = [_real(tensor).shape for tensor in members]
+            shapes = [as_real(tensor).shape for tensor in members]
             for tensor, part, shape in zip(members, vector.split([s.numel() for s in shapes]), shapes, strict=True):
                 places[id(tensor)] = part.view(shape)
         return [places[id(tensor)] for tensor in self.tensors]
@@ -75,13 +75,13 @@ class Layout:
     def store(self, vectors: Vectors) -> None:
         """Writes vectors into the tensors, in place."""
         for tensor, view in zip(self.tensors, self.views(vectors), strict=True):
-            _real(tensor).copy_(view)
+            as_real(tensor).copy_(view)
 
     @torch.no_grad()
     def add(self, vectors: Vectors) -> None:
         """Adds vectors to the tensors, in place; those of 16 bits are rounded once."""
         for tensor, view in zip(self.tensors, self.views(vectors), strict=True):
-            real = _real(tensor)
+            real = as_real(tensor)
             if real.dtype == view.dtype:
                 real.add_(view)
             else:
@@ -97,5 +97,6 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a view of a complex one as pairs."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -15,6 +15,9 @@ from gradweave.daso.topology import Groups, Topology
 from gradweave.daso.transfer import chunks
 from gradweave.errors import LostNodeError
 
+_STEP_BASE = 4096
+"""Steps are sent in two digits, each of which float32 holds exactly."""
+
 
 class Call(IntEnum):
     """Why the ranks of a node come together."""
@@ -63,21 +66,39 @@ class Mates:
         """Whether some, but not all ranks of the node have run out of batches."""
         return 0 < len(self.active) < self._topology.places
 
-    def come_together(self, call: Call, step: int, flags: Sequence[int], *, active: bool) -> Round:
-        """One small message; ranks without batches learn from it what the others are about to do."""
-        places = self._topology.places
+    def gather(
+        self, call: Call, step: int, flags: Sequence[int], vectors: list[torch.Tensor], *, active: bool
+    ) -> Round:
+        """Sums vectors over the node, in place, together with who trains and what they are about to do.
+
+        While all ranks have batches, they come together in each backward and nowhere else, with one message.
+        A rank that has run out sends zeros, once; from then on a message of its own says beforehand what
+        is to be done, and vectors follow only if that is a backward.
+        """
+        places, beforehand = self._topology.places, self.uneven
         own = [int(active and place == self._topology.place) for place in range(places)]
-        message = torch.tensor([*own, *((call, step, *flags) if active else [0] * (2 + len(flags)))], dtype=torch.int64)
-        if self._groups.control is not None:
-            with self._named("a rank of this node is lost", step):
-                dist.all_reduce(message, group=self._groups.control)
-        numbers = message.tolist()
+        about = [call, *divmod(step, _STEP_BASE), *flags] if active else [0] * (3 + len(flags))
+        header = torch.tensor([*own, *about], dtype=torch.float32)
+        if beforehand or not self._carries_header(vectors):
+            self.sum_up_numbers(header, step)
+        else:
+            message = torch.cat([header, vectors[0]])
+            self.sum_up([message], step)
+            header, vectors[0] = message.split([len(header), len(vectors[0])])
+            vectors = vectors[1:]
+        numbers = [round(number) for number in header.tolist()]
         present = tuple(place for place in range(places) if numbers[place])
-        total, at, *new = numbers[places:]
-        if not present:
-            return Round(Call.LEAVE, step, (), tuple(new))
-        self.active = present
-        return Round(Call(total // len(present)), at // len(present), present, tuple(new))
+        self.active = present or self.active
+        total, high, low, *new = numbers[places:]
+        doing = Call(total // len(present)) if present else Call.LEAVE
+        if not beforehand or doing is Call.BACKWARD:
+            self.sum_up(vectors, step)
+        at = (high * _STEP_BASE + low) // len(present) if present else step
+        return Round(doing, at, present, tuple(new))
+
+    def _carries_header(self, vectors: Sequence[torch.Tensor]) -> bool:
+        """Whether numbers may travel with the first vector: not on a GPU, where reading them would wait for it."""
+        return bool(vectors) and vectors[0].device.type == "cpu" and vectors[0].dtype is torch.float32
 
     def sum_up(self, vectors: Sequence[torch.Tensor], step: int) -> None:
         """Sums vectors over the node, in place."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 
@@ -34,6 +36,9 @@ class Record:
         self._transfers: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._mark: float | None = None
         self._waited = 0.0
+        self.work = float("nan")
+        """Seconds of the last exchange that were work: packing, sending and merging."""
+        self._work = 0.0
         self._durations: deque[float] = deque(maxlen=_MEASURED)
 
     def stepped(self) -> None:
@@ -53,6 +58,17 @@ class Record:
         """Seconds of a step, without waiting for other nodes."""
         return median(self._durations) if self._durations else float("nan")
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what is done for exchanges at the end of a step."""
+        began, waited = time.perf_counter(), self._waited
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - began - (self._waited - waited)
+            self._waited += spent
+            self._work += spent
+
     def waited(self, seconds: float) -> None:
         """Told how long training stood still for other nodes."""
         self._waited += seconds
@@ -62,6 +78,10 @@ class Record:
         """Told of an exchange: each node sends and receives this share of its size in a ring."""
         self.bytes_sent += 2 * (nodes - 1) * size // nodes
         self.exchanges += 1
+
+    def merged(self) -> None:
+        """Told when an exchange has been merged: what was worked for it is known."""
+        self.work, self._work = self._work, 0.0
 
     def arrived(self, began: float, ended: float, staleness: int) -> None:
         """Told when a transfer was under way, and how many steps its merge came behind it."""

@@ -17,6 +17,8 @@ _FIRST = 4
 _KEEP = 0.25
 """How far below the next whole step a transfer must fall before waiting is shortened."""
 _MOST_EVERY = 256
+_MOST_WORK = 0.05
+"""Share of a step that exchanges may take by the work they are, which being rarer makes up for."""
 _BETTER = 0.95
 """A loss counts as progress if it is below this share of the best."""
 _PATIENCE = 2
@@ -40,12 +42,14 @@ class Figures:
         compute: Seconds of a step, without waiting for other nodes.
         loss: Mean over the nodes, or not a number.
         lr: Learning rate.
+        work: Seconds that an exchange takes from the step, even if nobody waits for it: packing and merging.
     """
 
     seconds: float = math.nan
     compute: float = math.nan
     loss: float = math.nan
     lr: float = math.nan
+    work: float = math.nan
 
 
 NOTHING_MEASURED = Figures()
@@ -88,6 +92,7 @@ class Rhythm:
     changes: list[tuple[int, int, int]] = field(default_factory=list)
     plateau: Plateau = field(default_factory=Plateau)
     ratio: float = math.nan
+    work: float = math.nan
     peak_lr: float = 0.0
     slack: int = 1
     epoch: int = 0
@@ -110,6 +115,13 @@ class Rhythm:
         cool = given.total is not None and step >= given.total - (given.cool_down or 0)
         return Phase.TOGETHER if step < (given.warm_up or 0) or cool else Phase.APART
 
+    def next_border(self, step: int) -> int | None:
+        """The last step before the cool-down, if that is still to come; the present one in any other phase."""
+        if self.phase(step) is Phase.TOGETHER:
+            return step
+        given = self.options
+        return None if given.total is None else given.total - (given.cool_down or 0) - 1
+
     def merged(self, number: int, figures: Figures) -> None:
         """Takes what was agreed at exchange ``number``; what is decided holds from the next one on."""
         given = self.options
@@ -121,7 +133,7 @@ class Rhythm:
         wait = given.wait if given.wait is not None else self._steps_of_transfer(figures)
         every = given.every
         if every is None:
-            every = self._spread(max(wait, 1), figures)
+            every = self._spread(max(wait, self._steps_of_work(figures), 1), figures)
         self._change(number + 1, max(every, wait, 1), wait if given.every is None else min(wait, every))
 
     def _steps_of_transfer(self, figures: Figures) -> int:
@@ -133,6 +145,15 @@ class Rhythm:
         if self.wait - 1 - _KEEP < self.ratio <= self.wait and self.changes[-1][0] > 0:
             return self.wait
         return max(1, math.ceil(self.ratio))
+
+    def _steps_of_work(self, figures: Figures) -> int:
+        """Steps among which the work of an exchange is to be spread."""
+        share = figures.work / figures.compute if figures.compute > 0 else math.nan
+        if math.isnan(share):
+            return 1
+        self.work = share if math.isnan(self.work) else (self.work + share) / 2
+        needed = self.work / _MOST_WORK
+        return self.every if self.every - 1 - _KEEP < needed <= self.every else math.ceil(needed)
 
     def _spread(self, least: int, figures: Figures) -> int:
         """Steps between exchanges, at least as many as a transfer takes."""

@@ -1,0 +1,215 @@
+"""DASO against what torch and others offer, on two nodes of one machine with a shaped link between them.
+
+    sudo python benchmarks/daso.py race --data mnist.npz --results benchmarks/results/daso-race.csv
+    sudo python benchmarks/daso.py exposed --data mnist.npz --results benchmarks/results/daso-exposed.csv
+    python benchmarks/daso.py draw --results benchmarks/results/daso-race.csv
+
+``race``: seconds of training until MNIST is known to a given accuracy, and accuracy after equal epochs, with
+the learning rate of each way tuned on the same grid beforehand. ``exposed``: what exchanges cost a step, and
+bytes on the link. Both resume: what the results hold is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from daso_variants import WAYS
+from namespaces import Link
+
+from fusion import append, read
+from gradweave.compare.run import environment
+
+TARGET = 0.975
+LRS = (0.1, 0.2, 0.4)
+TUNING_SEED, SEEDS = 100, range(5)
+EPOCHS, BATCH, WIDTH = 6, 256, 512
+MEGABITS = 700.0
+HERE = Path(__file__).parent
+
+
+class Ranks:
+    """Processes on both nodes, which do jobs together."""
+
+    def __init__(self, link: Link, places: int, data: Path) -> None:
+        size = 2 * places
+        self._processes: list[subprocess.Popen[str]] = [
+            link.start(
+                rank // places, [str(HERE / "daso_worker.py"), str(data.resolve())],
+                RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(places),
+                PYTHONPATH=f"{HERE.parent / 'src'}:{HERE}",
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+
+    def do(self, **job: Any) -> list[dict[str, Any]]:
+        for process in self._processes:
+            process.stdin.write(json.dumps(job) + "\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+        return [json.loads(process.stdout.readline()) for process in self._processes]  # type: ignore[union-attr]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def race(data: Path, results: Path, megabits: float, minutes: float) -> None:
+    """One row for each way, learning rate and seed."""
+    ends = time.monotonic() + 60 * minutes
+    done = {(row["way"], row["lr"], row["seed"]) for row in read(results)}
+    with Link(megabits) as link, Ranks(link, 2, data) as ranks:
+
+        def run(way: str, lr: float, seed: int, kind: str) -> None:
+            if (way, str(lr), str(seed)) in done:
+                return
+            if time.monotonic() > ends:
+                raise SystemExit("time is up; run again for the rest")
+            before = link.sent_bytes(0)
+            first, *_ = ranks.do(job="race", way=way, lr=lr, seed=seed, epochs=EPOCHS, batch=BATCH, width=WIDTH)
+            sent = link.sent_bytes(0) - before
+            reached = next((at for at, _, accuracy in first["curve"] if accuracy >= TARGET), float("nan"))
+            row = {
+                "kind": kind, "way": way, "lr": lr, "seed": seed, "epochs": EPOCHS, "target": TARGET,
+                "seconds_to_target": round(reached, 3), "final_accuracy": round(first["curve"][-1][2], 4),
+                "seconds": round(first["seconds"], 3), "step_milliseconds": round(1e3 * first["step_seconds"], 2),
+                "steps": first["steps"], "bytes_sent_by_node_0": sent, "megabits": megabits,
+                "rhythm": " ".join(f"{n}:{e}/{w}" for n, e, w in first.get("rhythm", [])[-3:]),
+                **environment(torch.device("cpu")),
+            }  # fmt: skip
+            print({key: row[key] for key in ("way", "lr", "seed", "seconds_to_target", "final_accuracy", "seconds")})
+            append(results, [row])
+
+        for lr in LRS:
+            for way in WAYS:
+                run(way, lr, TUNING_SEED, "tuning")
+        best = tuned(results)
+        for seed in SEEDS:
+            for way in WAYS:
+                run(way, best[way], seed, "race")
+
+
+def tuned(results: Path) -> dict[str, float]:
+    """The learning rate with which each way was soonest at the target, or else nearest to it."""
+    best: dict[str, tuple[float, float]] = {}
+    for row in read(results):
+        if row["kind"] != "tuning":
+            continue
+        reached = float(row["seconds_to_target"])
+        score = reached if reached == reached else 1e6 - float(row["final_accuracy"])
+        best[row["way"]] = min(best.get(row["way"], (float("inf"), 0.0)), (score, float(row["lr"])))
+    return {way: lr for way, (_, lr) in best.items()}
+
+
+SETTINGS = {
+    "one rank per node, real compute": {"places": 1, "seconds": None},
+    "2 x 2, compute emulated by waiting": {"places": 2, "seconds": 0.1},
+    "2 x 2, real compute, contended": {"places": 2, "seconds": None},
+}
+ELEMENTS = 2_500_000
+
+
+def exposed(data: Path, results: Path, megabits: float) -> None:
+    """With and without exchanges in turns; the first round of each is for warming up."""
+    done = {row["setting"] for row in read(results)}
+    for name, setting in SETTINGS.items():
+        if name in done:
+            continue
+        with Link(megabits) as link, Ranks(link, setting["places"], data) as ranks:  # type: ignore[arg-type]
+            common = {
+                "job": "expose", "steps": 60, "seconds": setting["seconds"], "elements": ELEMENTS,
+                "batch": BATCH, "width": WIDTH, "wait": None,
+            }  # fmt: skip
+            times: dict[str, list[float]] = {"without": [], "without (again)": [], "with": []}
+            shares, planned, sent, ideal = [], [], 0, 0
+            stats: dict[str, Any] = {}
+            for number in range(5):
+                for variant in times:
+                    exchanges = variant == "with"
+                    before = link.sent_bytes(0)
+                    found = ranks.do(**common, exchanges=exchanges, every=None)
+                    if not number:
+                        continue
+                    times[variant].append(statistics.fmean(found[0]["durations"][20:]))
+                    if exchanges:
+                        # What finish() sends is part of both figures.
+                        sent += link.sent_bytes(0) - before
+                        stats = found[0]["stats"]
+                        size = 2 * ELEMENTS if setting["seconds"] else 2 * parameters(WIDTH)
+                        count = sum(rank["stats"]["exchanges"] for rank in found[: setting["places"]])  # type: ignore[misc]
+                        ideal += size * count + finishing_bytes(size)
+                        planned.append(found[0].get("planned_step", float("nan")))
+                shares.append(0) if not number else shares.append(times["with"][-1] / times["without"][-1] - 1)
+        plain = statistics.median(times["without"] + times["without (again)"])
+        row = {
+            "setting": name, "megabits": megabits, "step_milliseconds_without": round(1e3 * plain, 2),
+            "step_milliseconds_with": round(1e3 * statistics.median(times["with"]), 2),
+            "exposed": round(statistics.median(times["with"]) / plain - 1, 4),
+            "a_a": round(statistics.median(times["without (again)"]) / statistics.median(times["without"]) - 1, 4),
+            "lowest": round(min(shares[1:]), 4), "highest": round(max(shares[1:]), 4),
+            "transfer_milliseconds": round(1e3 * stats["transfer_seconds"], 2),
+            "every": stats["every"], "wait": stats["wait"],
+            "bytes_on_link": sent, "bytes_ideal": ideal, "bytes_over": round(sent / ideal - 1, 4),
+            "predicted_milliseconds": round(1e3 * statistics.median(planned), 2),
+            **environment(torch.device("cpu")),
+        }  # fmt: skip
+        print(row)
+        append(results, [row])
+
+
+def parameters(width: int) -> int:
+    return 784 * width + width + width * width + width + 10 * width + 10
+
+
+def finishing_bytes(size: int) -> int:
+    """finish() sends one more exchange, then weights and momentum in float32; stats are taken before it."""
+    return size + 2 * 2 * size
+
+
+def draw(results: Path) -> None:
+    """Accuracy and time of each way, as a picture beside the results."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in read(results) if row["kind"] == "race"]
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for number, way in enumerate(WAYS):
+        own = [float(row["seconds_to_target"]) for row in rows if row["way"] == way]
+        axis.barh(number, statistics.median(own), color="tab:green" if way == "daso" else "tab:gray", alpha=0.6)
+        axis.plot(own, [number] * len(own), "k.", markersize=4)
+    axis.set_yticks(range(len(WAYS)), list(WAYS))
+    axis.invert_yaxis()
+    axis.set_xlabel(f"seconds of training until {100 * TARGET:.1f}% of MNIST's test images are known (dots: seeds)")
+    figure.tight_layout()
+    figure.savefig(results.with_suffix(".png"), dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("race", "exposed", "draw"))
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--megabits", type=float, default=MEGABITS)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    arguments = parser.parse_args()
+    if arguments.what == "race":
+        race(arguments.data, arguments.results, arguments.megabits, arguments.minutes)
+    elif arguments.what == "exposed":
+        exposed(arguments.data, arguments.results, arguments.megabits)
+    else:
+        draw(arguments.results)
+
+
+if __name__ == "__main__":
+    main()
