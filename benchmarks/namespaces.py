@@ -24,6 +24,7 @@ class Link:
 
     def __init__(self, megabits: float) -> None:
         self.megabits = megabits
+        self.address = ADDRESSES[0]
         self.names = tuple(f"gw{os.getpid() % 10_000}n{node}" for node in range(2))
 
     def __enter__(self) -> Link:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradweave.daso import DASO
     from gradweave.errors import GradweaveError
     from gradweave.fusion import Fusion, fuse
     from gradweave.schedule import Schedule, TaskGraph, Timeline, plan
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Fusion", "GradweaveError", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse", "plan"]
+__all__ = ["DASO", "Fusion", "GradweaveError", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse", "plan"]
 
 _HOMES = {
+    "DASO": "gradweave.daso",
     "Fusion": "gradweave.fusion",
     "GradweaveError": "gradweave.errors",
     "Schedule": "gradweave.schedule",

@@ -1,4 +1,5 @@
 import pytest
+
 from daso.worlds import World
 
 

@@ -24,7 +24,7 @@ class World:
     arguments, which must be JSON, and what it returns comes back by rank.
     """
 
-    def __init__(self, folder, nodes=2, places=2, *, tcp=False):
+    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None):
         self.size = nodes * places
         self._folder = Path(folder)
         environment = {
@@ -35,14 +35,21 @@ class World:
             "WORLD_SIZE": str(self.size),
         }
         store = f"tcp://127.0.0.1:{_free_port()}" if tcp else f"file://{self._folder / 'store'}"
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "daso.worlds", store, str(rank), str(self.size), str(self._folder)],
-                env={**environment, "RANK": str(rank)},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(self._folder / f"{rank}.err").open("w"),
-            )
-            for rank in range(self.size)
-        ]  # fmt: skip
+        prefixes, variables = [[]] * nodes, [{}] * nodes
+        if link is not None:
+            store = f"tcp://{link.address}:29531"
+            prefixes = [["ip", "netns", "exec", name] for name in link.names]
+            variables = [{"GLOO_SOCKET_IFNAME": name} for name in link.names]
+        self.ranks = []
+        for rank in range(self.size):
+            command = [sys.executable, "-m", "daso.worlds", store, str(rank), str(self.size), str(self._folder)]
+            own = {**environment, **variables[rank // places], "RANK": str(rank)}
+            with (self._folder / f"{rank}.err").open("w") as errors:
+                process = subprocess.Popen(
+                    [*prefixes[rank // places], *command],
+                    env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+                )  # fmt: skip
+            self.ranks.append(process)
 
     def run(self, scenario, *, seconds=SECONDS, ranks=None, **arguments):
         """What the scenario returns, by rank; an error is raised here, unless the rank was meant to die."""

@@ -133,6 +133,7 @@ def simulate_daso(
     next_forward: NextForwardOption = True,
     every: Annotated[int | None, typer.Option(help="Steps between exchanges of daso.")] = None,
     wait: Annotated[int | None, typer.Option(help="Steps until an exchange is merged by daso.")] = None,
+    payload: Annotated[str | None, typer.Option(help="What daso sends weights as: float32, bfloat16.")] = None,
     bucket_bytes: BucketOption = None,
     k: Annotated[int | None, typer.Option(help="Layers that reverse_first_k reverses; searched if absent.")] = None,
     byte_budget: BudgetOption = None,
@@ -150,7 +151,7 @@ def simulate_daso(
         steps=steps or _steps_to_steady_state(costs, between, nodes, every, wait),
         next_forward=next_forward,
     )
-    options = {"every": every, "wait": wait, "bucket_bytes": bucket_bytes, "k": k}
+    options = {"every": every, "wait": wait, "payload": payload, "bucket_bytes": bucket_bytes, "k": k}
     _simulate(graph, policy, options, byte_budget, out, as_json)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave.daso import DASO
 from gradweave.errors import ArgumentError
 from gradweave.fusion import Fusion, fuse
 from gradweave.whole_step import Step, compile
@@ -25,8 +26,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 FUSED_KERNELS = ("sgd", "adam", "adamw")
 """Those with a fused form on the CPU and on CUDA."""
 STOCK = ("loop", "foreach", "fused")
-WOVEN = ("backward", "forward", "auto")
-"""Those that must give the stock weights, bit for bit."""
+FUSED = ("backward", "forward", "auto")
+WOVEN = (*FUSED, "daso")
+"""Those that must give the stock weights, bit for bit; DASO, since this is one process."""
 COMPILED = ("compile",)
 """Those that must give the stock losses, to rounding."""
 MODES = (*STOCK, "hook", *WOVEN, *COMPILED)
@@ -38,6 +40,7 @@ DESCRIPTIONS = {
     "backward": "gradweave: updates during backward",
     "forward": "gradweave: updates during the next forward",
     "auto": "gradweave: chosen by need and measurement",
+    "daso": "gradweave: exchanges between nodes; one process has none, and must not be slower for it",
     "compile": "gradweave: forward, backward and update as one compiled graph",
 }
 
@@ -72,6 +75,7 @@ class Variant:
             raise ArgumentError("--modes", mode, f"torch has no fused {optimizer}; use foreach")
         self.mode = mode
         self.fusion: Fusion | None = None
+        self.daso: DASO | None = None
         self.whole_step: Step | None = None
         make = OPTIMIZERS[optimizer]
         self._hooked: list[Optimizer] = []
@@ -80,8 +84,10 @@ class Variant:
         else:
             form = mode if mode in STOCK else baseline_of(optimizer)
             self.optimizer = make(model.parameters(), **_form(form))
-            if mode in WOVEN:
+            if mode in FUSED:
                 self.fusion = fuse(model, self.optimizer, mode)
+            elif mode == "daso":
+                self.daso = DASO(model, self.optimizer)
             elif mode in COMPILED:
                 self.whole_step = compile(model, objective, self.optimizer, max_grad_norm=max_norm)
 
@@ -117,6 +123,8 @@ class Variant:
         """Applies what is pending and lets go of the model."""
         if self.fusion is not None:
             self.fusion.detach()
+        if self.daso is not None:
+            self.daso.finish()
 
     def explain(self) -> str:
         """What is done, in a line."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any, Protocol
+from threading import Thread
+from typing import Generic, Protocol, TypeVar
 
 from gradweave.daso.rhythm import NOTHING_MEASURED, Figures
 from gradweave.errors import LostNodeError
+
+T = TypeVar("T")
 
 _KEPT = 2
 """Exchanges whose votes stay in the store, for those that are late."""
@@ -95,6 +98,9 @@ class Verdict:
 class Agreement:
     """This node's side of every vote.
 
+    Where the store cannot be reached, a call here may hang for long: make it on a thread of its own, and
+    wait for that no longer than :attr:`patience`.
+
     Args:
         store: That all nodes reach.
         node: Index of this node.
@@ -108,6 +114,11 @@ class Agreement:
         self._timeout = timeout
         self.alive = tuple(nodes)
         self._generation = 0
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a transfer, its vote and a roll call have ended if they ever do."""
+        return 3.5 * self._timeout
 
     def vote(self, number: int, vote: Vote) -> Verdict:
         """Says how exchange ``number`` ended here, and returns what holds for all."""
@@ -187,18 +198,38 @@ class Agreement:
                 self._store.delete_key(f"exchange/{number}/{name}")
 
 
-class _lost_store:  # noqa: N801 - reads as a statement
+@contextmanager
+def _lost_store() -> Iterator[None]:
     """Says what it means when the store is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostNodeError("the node that hosts the store cannot be reached") from error
 
-    def __enter__(self) -> None:
-        pass
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            raise LostNodeError(
-                "the node that hosts the store cannot be reached any more, so that nodes cannot agree; "
-                "restart from a checkpoint"
-            ) from error
+class Asked(Generic[T]):
+    """A question to other nodes, asked on a thread of its own."""
+
+    def __init__(self, question: Callable[[], T], *, patience: float, name: str) -> None:
+        self._answer: list[T] = []
+        self._error: Exception | None = None
+        self._patience = patience
+
+        def ask() -> None:
+            try:
+                self._answer.append(question())
+            except Exception as error:
+                self._error = error
+
+        self._thread = Thread(target=ask, name=name, daemon=True)
+        self._thread.start()
+
+    def answer(self) -> T:
+        """Waits for it, but not for ever."""
+        self._thread.join(self._patience)
+        if self._answer:
+            return self._answer[0]
+        raise self._error or LostNodeError("the node that hosts the store does not answer")
 
 
 def _of(values: list[float], how: Callable[[list[float]], float]) -> float:

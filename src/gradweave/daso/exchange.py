@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from gradweave.announce import announce
-from gradweave.daso.agreement import Agreement, Verdict, Vote
+from gradweave.daso.agreement import Agreement, Asked, Verdict, Vote
 from gradweave.daso.layout import Layout, Vectors, narrow
 from gradweave.daso.mates import Mates
 from gradweave.daso.record import Record
@@ -162,7 +162,8 @@ class Exchange:
             self._land(flight, step)
         if self._comes_together(step):
             self.settle(step)
-        elif self.averages_gradients(step) and not self.together(step + 1):
+        elif self.averages_gradients(step) and not self.together(step + 1) and not self.record.failed:
+            # Where a node was lost, one may have averaged with it and another not: the first exchange mends that.
             rule.agree(self._setup.weights)
 
     def _land(self, flight: Flight, step: int) -> None:
@@ -287,7 +288,10 @@ class Exchange:
                 self.record.sent(sum(v.nbytes for v in sums), len(self._agreement.alive))
             except RuntimeError:
                 try:
-                    alive = [float(node) for node in self._agreement.roll_call()]
+                    asked = Asked(
+                        self._agreement.roll_call, patience=self._agreement.patience, name="gradweave roll call"
+                    )
+                    alive = [float(node) for node in asked.answer()]
                 except LostNodeError:
                     alive = [float(self._topology.nodes)]
         told = [node for node in self._mates.tell(alive, self._topology.nodes, 0, step) if node >= 0]

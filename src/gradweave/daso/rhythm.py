@@ -131,10 +131,10 @@ class Rhythm:
                     self._change(*change)
             return
         wait = given.wait if given.wait is not None else self._steps_of_transfer(figures)
-        every = given.every
-        if every is None:
-            every = self._spread(max(wait, self._steps_of_work(figures), 1), figures)
-        self._change(number + 1, max(every, wait, 1), wait if given.every is None else min(wait, every))
+        if given.every is None:
+            self._change(number + 1, self._spread(max(wait, self._steps_of_work(figures), 1), figures), wait)
+        else:
+            self._change(number + 1, given.every, min(wait, given.every))
 
     def _steps_of_transfer(self, figures: Figures) -> int:
         """Whole steps that the transfer takes; fewer than now only if clearly so."""

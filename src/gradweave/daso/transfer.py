@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from threading import Thread
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from gradweave.daso.agreement import Agreement, Verdict, Vote
+from gradweave.daso.agreement import Agreement, Asked, Verdict, Vote
 
 CHUNK = 2**26
 """Most elements in one message: collective libraries count bytes in 32 bits here and there."""
@@ -39,8 +38,6 @@ class Transfer:
         self._number = number
         self._agreement = agreement
         self._vote = vote
-        self._verdict: Verdict | None = None
-        self._error: BaseException | None = None
         self._works: list[dist.Work | None] = []
         self._begun = True
         try:
@@ -48,19 +45,15 @@ class Transfer:
                 self._works.append(dist.all_reduce(chunk, group=group, async_op=True))
         except RuntimeError:
             self._begun = False
-        self._thread = Thread(target=self._attend, name=f"gradweave exchange {number}", daemon=True)
-        self._thread.start()
+        self._asked = Asked(self._attend, patience=agreement.patience, name=f"gradweave exchange {number}")
 
-    def _attend(self) -> None:
-        try:
-            arrived = self._begun and self._arrive()
-            figures = self._vote.figures
-            if arrived:
-                figures = replace(figures, seconds=self.ended - self.began)
-            vote = replace(self._vote, arrived=arrived, finite=all_finite(self._sent), figures=figures)
-            self._verdict = self._agreement.vote(self._number, vote)
-        except Exception as error:
-            self._error = error
+    def _attend(self) -> Verdict:
+        arrived = self._begun and self._arrive()
+        figures = self._vote.figures
+        if arrived:
+            figures = replace(figures, seconds=self.ended - self.began)
+        vote = replace(self._vote, arrived=arrived, finite=all_finite(self._sent), figures=figures)
+        return self._agreement.vote(self._number, vote)
 
     def _arrive(self) -> bool:
         try:
@@ -80,12 +73,10 @@ class Transfer:
 
     def result(self) -> Verdict:
         """Waits for the verdict of all nodes; behind it, the sum may be used on the current stream."""
-        self._thread.join()
-        if self._verdict is None:
-            raise self._error or RuntimeError("an exchange ended without a verdict")
-        if self._verdict.counted:
+        verdict = self._asked.answer()
+        if verdict.counted:
             self._wait()
-        return self._verdict
+        return verdict
 
 
 def chunks(vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from gradweave.fusion.coupling import check_independent
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.hooks import ModuleHook, StepHooks
 from gradweave.fusion.norms import NormTracker
-from gradweave.marks import is_in_compiled_step
+from gradweave.marks import is_in_compiled_step, is_in_daso
 
 MODES = ("auto", "forward", "backward")
 _ATTACHED = "_gradweave_fusion"
@@ -67,6 +67,10 @@ def _check_optimizer(optimizer: Optimizer) -> None:
     if is_in_compiled_step(optimizer):
         raise ArgumentError(
             "optimizer", type(optimizer).__name__, "is part of a compiled step, which fuses it; drop that step first"
+        )
+    if is_in_daso(optimizer):
+        raise ArgumentError(
+            "optimizer", type(optimizer).__name__, "has a DASO, which averages before updates; detach() that first"
         )
     if getattr(optimizer, _ATTACHED, None) is not None:
         raise ArgumentError("optimizer", type(optimizer).__name__, "is fused already; detach() the first fusion")

@@ -26,7 +26,7 @@ from gradweave.compat import (
 )
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.attach import is_fused
-from gradweave.marks import mark_compiled
+from gradweave.marks import is_in_daso, mark_compiled
 from gradweave.split.attach import is_reordered
 from gradweave.whole_step.optimizer_inputs import NoStateError
 from gradweave.whole_step.packing import SharedState
@@ -119,6 +119,10 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
         raise ArgumentError("optimizer", name, "cannot be traced; use SGD, Adam, AdamW or another of torch.optim")
     if optimizer.defaults.get("differentiable"):
         raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
+    if is_in_daso(optimizer):
+        raise ArgumentError(
+            "optimizer", type(optimizer).__name__, "has a DASO, which a graph would run without; detach() that first"
+        )
     if is_fused(model):
         raise ArgumentError("model", type(model).__name__, "is fused; detach() that first, compile() does its work")
     if is_reordered(model):

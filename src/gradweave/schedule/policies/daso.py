@@ -16,7 +16,10 @@ LOCAL_LINK = "local link"
 GLOBAL_LINK = "global link"
 
 
-def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1) -> Schedule:
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1, payload: str = "float32") -> Schedule:
     """Gradients averaged inside the node; weights between nodes every few steps, merged ``wait`` later.
 
     One device of each node exchanges the weights, in the background; the merge itself is one
@@ -26,25 +29,28 @@ def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1) -> Schedule:
         graph: A graph of nodes of devices.
         every: Steps from one exchange to the next.
         wait: Steps an exchange may take before a step waits for it.
+        payload: What weights travel as.
     """
+    if payload not in _BYTES:
+        raise ArgumentError("payload", payload, f"use one of {', '.join(_BYTES)}")
     if every < 1:
         raise ArgumentError("every", every, "give at least 1 step")
     if wait < 0:
         raise ArgumentError("wait", wait, "give 0 steps or more")
     if graph.steps < wait + 2 * every:
         raise ArgumentError("steps", graph.steps, f"give at least {wait + 2 * every}, for the exchanges to recur")
-    graph, merges = _exchange(graph, every, wait)
+    graph, merges = _exchange(graph, every, wait, _BYTES[payload])
     order: list[int] = []
     for step in range(graph.steps):
         order += forward(graph, step) + backward(graph, step) + updates(graph, step) + merges.get(step, [])
     order += forward(graph, graph.steps)
-    options = {"every": every, "wait": wait}
+    options = {"every": every, "wait": wait, "payload": payload}
     return Schedule(graph, (stream(MAIN, order), *link_lanes(graph)), policy="daso", options=options)
 
 
-def _exchange(graph: TaskGraph, every: int, wait: int) -> tuple[TaskGraph, dict[int, list[int]]]:
+def _exchange(graph: TaskGraph, every: int, wait: int, width: int) -> tuple[TaskGraph, dict[int, list[int]]]:
     """The graph with local collectives, exchanges and merges; and the merges at the end of each step."""
-    cluster, size = graph.cluster, graph.costs.parameter_bytes
+    cluster, size = graph.cluster, graph.costs.parameter_bytes * width // 4
     seconds = cluster.link.all_reduce_seconds(size, cluster.nodes)
     tasks: list[Task] = []
     needs: list[tuple[int, ...]] = []

@@ -1,0 +1,91 @@
+"""Votes over a real store, from threads that stand for nodes."""
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from gradweave.daso.agreement import Agreement, Verdict, Vote
+from gradweave.daso.rhythm import Figures
+from gradweave.errors import LostNodeError
+
+
+def together(*calls):
+    results = [None] * len(calls)
+
+    def run(index):
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def nodes(count, timeout=5.0):
+    store = dist.HashStore()
+    return [Agreement(store, node=node, nodes=range(count), timeout=timeout) for node in range(count)]
+
+
+def test_all_have_it_so_it_counts():
+    votes = [Vote(True, figures=Figures(seconds=s, compute=1.0, lr=0.1), state=3) for s in (2.0, 3.0, 4.0)]
+    verdicts = together(*(lambda a=a, v=v: a.vote(0, v) for a, v in zip(nodes(3), votes, strict=True)))
+    assert all(verdict.as_list()[:5] == verdicts[0].as_list()[:5] for verdict in verdicts)
+    assert (verdicts[0].counted, verdicts[0].contributing, verdicts[0].state) == (True, 3, 3)
+    assert (verdicts[0].figures.seconds, verdicts[0].figures.compute) == (2.0, 1.0)
+    assert verdicts[0].alive == (0, 1, 2)
+
+
+def test_one_has_it_not_so_it_counts_for_nobody():
+    first, second, third = nodes(3)
+    verdicts = together(
+        lambda: first.vote(0, Vote(True)), lambda: second.vote(0, Vote(False)), lambda: third.vote(0, Vote(True))
+    )
+    assert [(v.counted, v.alive) for v in verdicts] == [(False, (0, 1, 2))] * 3
+
+
+def test_one_never_answers_so_it_is_lost_and_the_late_one_learns_of_it():
+    first, second, third = nodes(3, timeout=0.5)
+    verdicts = together(lambda: first.vote(0, Vote(True)), lambda: second.vote(0, Vote(True)))
+    assert [(v.counted, v.alive) for v in verdicts] == [(False, (0, 1))] * 2
+    late = third.vote(0, Vote(True))
+    assert (late.counted, late.alive) == (False, (0, 1))
+    for agreement in (first, second):
+        agreement.regrouped((0, 1))
+    verdicts = together(lambda: first.vote(1, Vote(True)), lambda: second.vote(1, Vote(True, done=True)))
+    assert [(v.counted, v.contributing, v.done) for v in verdicts] == [(True, 2, False)] * 2
+
+
+def test_what_differs_is_said():
+    first, second = nodes(2)
+    votes = [Vote(True, state=1, contributes=False, done=True), Vote(True, state=2, finite=False, done=True)]
+    verdicts = together(lambda: first.vote(7, votes[0]), lambda: second.vote(7, votes[1]))
+    assert [(v.state, v.broken, v.contributing, v.done) for v in verdicts] == [(-1, 1, 1, True)] * 2
+
+
+def test_numbers_for_ranks_without_a_store():
+    verdict = Verdict(True, 2, False, 5, -1, Figures(1.0, 2.0, 3.0, 4.0, 5.0), (0, 2))
+    assert Verdict.from_list([*verdict.as_list(), -1.0]) == verdict
+
+
+def test_a_store_that_is_gone_says_so():
+    class Gone:
+        def set(self, *_):
+            raise RuntimeError("Broken pipe")
+
+    with pytest.raises(LostNodeError, match="hosts the store"):
+        Agreement(Gone(), node=0, nodes=range(2), timeout=1).vote(0, Vote(True))
+
+
+def test_votes_do_not_pile_up():
+    first, second = nodes(2)
+    for number in range(6):
+        together(
+            lambda number=number: first.vote(number, Vote(True)), lambda number=number: second.vote(number, Vote(True))
+        )
+    assert first._store.num_keys() <= 3 * 4

@@ -1,0 +1,53 @@
+import pytest
+import torch
+from torch import nn
+
+from gradweave import compile, fuse
+from gradweave.daso import DASO
+from gradweave.errors import ArgumentError
+
+
+def test_what_is_refused_names_argument_and_remedy(two_by_two):
+    for said in two_by_two.run("refusals").values():
+        assert "DistributedDataParallel" in said["world"]
+        assert 'process_group=mesh.get_group("local")' in said["world"]
+        assert "torch.optim.Optimizer" in said["optimizer"]
+        assert "LBFGS" in said["lbfgs"]
+        assert "('node', 'local')" in said["mesh"]
+        assert "has a DASO already" in said["twice"]
+        assert "on rank 1 than on rank 0" in said["shapes"]
+        assert "sparse=False" in said["sparse"]
+
+
+def test_fusion_and_daso_refuse_each_other():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with fuse(model, optimizer, "forward"), pytest.raises(ArgumentError, match="is fused"):
+        DASO(model, optimizer)
+    daso = DASO(model, optimizer)
+    with pytest.raises(ArgumentError, match="DASO"):
+        fuse(model, optimizer)
+    daso.detach()
+    fuse(model, optimizer, "forward").detach()
+
+
+def test_a_compiled_step_and_daso_refuse_each_other():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    daso = DASO(model, optimizer)
+    with pytest.raises(ArgumentError, match="DASO"):
+        compile(model, lambda m, x: m(x).sum(), optimizer)
+    daso.detach()
+    step = compile(model, lambda m, x: m(x).sum(), optimizer, lower="replay")
+    with pytest.raises(ArgumentError, match="compiled step"):
+        DASO(model, optimizer)
+    del step
+
+
+def test_two_devices_and_data_parallel_are_refused():
+    model = nn.DataParallel(nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match="one process per device"):
+        DASO(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ArgumentError, match="several devices"):
+        DASO(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,0 +1,53 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradweave.daso.layout import Layout, narrow
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+
+
+@st.composite
+def tensors(draw):
+    shapes = st.lists(st.integers(0, 4), max_size=3)
+    made = [torch.randn(draw(shapes), dtype=draw(st.sampled_from(DTYPES))) for _ in range(draw(st.integers(0, 6)))]
+    return [t.transpose(0, -1) if t.dim() > 1 and draw(st.booleans()) else t for t in made]
+
+
+@given(tensors(), st.integers(0, 6))
+def test_packing_and_storing_are_inverse_and_growing_keeps_beginnings(made, count):
+    layout = Layout(made[:count])
+    before = layout.pack()
+    layout.extend(made)
+    vectors = layout.pack()
+    for old, new in zip(before, vectors, strict=False):
+        assert torch.equal(new[: len(old)], old)
+    kept = [t.clone() for t in made]
+    for t in made:
+        t.zero_()
+    layout.store(vectors)
+    assert all(torch.equal(a, b) for a, b in zip(made, kept, strict=True))
+    layout.add([torch.ones_like(v) for v in vectors])
+    for a, b in zip(made, kept, strict=True):
+        one = torch.complex(torch.tensor(1.0), torch.tensor(1.0)) if a.is_complex() else 1
+        assert torch.equal(a, (b + one).to(a.dtype))
+
+
+def test_whole_numbers_stay_out_and_twice_is_once():
+    t = torch.ones(3)
+    layout = Layout([t, torch.arange(3), t])
+    assert layout.numel == 3
+    assert not layout.extend([t])
+
+
+def test_missing_tensors_are_zeros_and_narrow_copies():
+    layout = Layout([torch.ones(2), torch.ones(3)])
+    (vector,) = layout.pack([None, torch.full((3,), 2.0)])
+    assert vector.tolist() == [0, 0, 2, 2, 2]
+    (half,) = narrow([vector], torch.bfloat16)
+    (same,) = narrow([vector], None)
+    assert half.dtype is torch.bfloat16
+    assert same.data_ptr() != vector.data_ptr()
+    with pytest.raises(ValueError, match="zip"):
+        layout.pack([None])
