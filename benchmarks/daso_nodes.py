@@ -30,7 +30,7 @@ from gradweave.compare.run import environment
 from gradweave.schedule import network
 
 TARGET = 0.975
-LRS = (0.1, 0.2, 0.4)
+LRS = (0.1, 0.2, 0.3)
 TUNING_SEED, SEEDS = 100, range(5)
 EPOCHS, BATCH, WIDTH = 6, 256, 512
 MEGABITS = 700.0
@@ -114,12 +114,13 @@ def tuned(results: Path) -> dict[str, float]:
     return {way: lr for way, (_, lr) in best.items()}
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "one rank per node, real compute": {"places": 1, "seconds": None},
     "2 x 2, compute emulated by waiting": {"places": 2, "seconds": 0.1},
     "2 x 2, real compute, contended": {"places": 2, "seconds": None},
 }
 ELEMENTS = 2_500_000
+ROUNDS, SETTLING_STEPS = 4, 30
 
 
 def exposed(data: Path, results: Path, megabits: float) -> None:
@@ -128,38 +129,36 @@ def exposed(data: Path, results: Path, megabits: float) -> None:
     for name, setting in SETTINGS.items():
         if name in done:
             continue
-        with Link(megabits) as link, Ranks(link, setting["places"], data) as ranks:  # type: ignore[arg-type]
+        with Link(megabits) as link, Ranks(link, setting["places"], data) as ranks:
             common = {
-                "job": "expose", "steps": 60, "seconds": setting["seconds"], "elements": ELEMENTS,
-                "batch": BATCH, "width": WIDTH, "wait": None,
+                "job": "expose", "steps": 80, "seconds": setting["seconds"], "elements": ELEMENTS,
+                "batch": BATCH, "width": WIDTH, "every": None, "wait": None,
             }  # fmt: skip
             times: dict[str, list[float]] = {"without": [], "without (again)": [], "with": []}
             shares, planned, sent, ideal = [], [], 0, 0
             stats: dict[str, Any] = {}
-            for number in range(5):
+            picture = str(results.with_name(f"daso-timeline-{len(done)}.png").resolve())
+            for number in range(ROUNDS + 1):
                 for variant in times:
-                    exchanges = variant == "with"
-                    before = link.sent_bytes(0)
-                    found = ranks.do(**common, exchanges=exchanges, every=None)
+                    found = ranks.do(**common, exchanges=variant == "with", picture=picture)
                     if not number:
                         continue
-                    times[variant].append(statistics.fmean(found[0]["durations"][20:]))
-                    if exchanges:
-                        # What finish() sends is part of both figures.
-                        sent += link.sent_bytes(0) - before
+                    times[variant].append(statistics.fmean(found[0]["durations"][SETTLING_STEPS:]))
+                    if variant == "with":
                         stats = found[0]["stats"]
-                        size = 2 * ELEMENTS if setting["seconds"] else 2 * parameters(WIDTH)
-                        count = sum(rank["stats"]["exchanges"] for rank in found[: setting["places"]])  # type: ignore[misc]
-                        ideal += size * count + finishing_bytes(size)
-                        planned.append(found[0].get("planned_step", float("nan")))
-                shares.append(0) if not number else shares.append(times["with"][-1] / times["without"][-1] - 1)
+                        sent += found[0]["sent"]
+                        size = 2 * (ELEMENTS if setting["seconds"] else parameters(WIDTH))
+                        ideal += size * sum(int(rank["stats"]["exchanges"]) for rank in found[: setting["places"]])
+                        planned.append(found[0]["planned_step"])
+                        shares.append(times["with"][-1] / times["without"][-1] - 1)
+            done.add(name)
         plain = statistics.median(times["without"] + times["without (again)"])
         row = {
             "setting": name, "megabits": megabits, "step_milliseconds_without": round(1e3 * plain, 2),
             "step_milliseconds_with": round(1e3 * statistics.median(times["with"]), 2),
             "exposed": round(statistics.median(times["with"]) / plain - 1, 4),
             "a_a": round(statistics.median(times["without (again)"]) / statistics.median(times["without"]) - 1, 4),
-            "lowest": round(min(shares[1:]), 4), "highest": round(max(shares[1:]), 4),
+            "lowest": round(min(shares), 4), "highest": round(max(shares), 4),
             "transfer_milliseconds": round(1e3 * stats["transfer_seconds"], 2),
             "every": stats["every"], "wait": stats["wait"],
             "bytes_on_link": sent, "bytes_ideal": ideal, "bytes_over": round(sent / ideal - 1, 4),
@@ -172,11 +171,6 @@ def exposed(data: Path, results: Path, megabits: float) -> None:
 
 def parameters(width: int) -> int:
     return 784 * width + width + width * width + width + 10 * width + 10
-
-
-def finishing_bytes(size: int) -> int:
-    """finish() sends one more exchange, then weights and momentum in float32; stats are taken before it."""
-    return size + 2 * 2 * size
 
 
 def scale(results: Path) -> None:

@@ -125,16 +125,19 @@ class Waits(nn.Module):
 
 def expose(
     data: Mnist, *, steps: int, exchanges: bool, seconds: float | None, elements: int, batch: int, width: int,
-    every: int | None, wait: int | None,
+    every: int | None, wait: int | None, picture: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Times of steps with exchanges between nodes, or without any; compute is real, or waiting."""
     torch.manual_seed(0)
     model: nn.Module = make_model(width) if seconds is None else Waits(elements, seconds)
     options = {"every": every, "wait": wait} if exchanges else {"every": 10**9, "wait": 0}
     chosen = WAYS["daso"](model, 0.01, **options)
+    assert chosen.daso is not None  # noqa: S101
+    daso = chosen.daso
     indices = data.epoch(0, batch)
     durations = []
     dist.barrier()
+    sent = _sent_bytes()
     for step in range(steps):
         index = indices[step % len(indices)]
         began = time.perf_counter()
@@ -143,19 +146,23 @@ def expose(
         chosen.optimizer.step()
         chosen.optimizer.zero_grad()
         durations.append(time.perf_counter() - began)
-    stats, rhythm = chosen.daso.stats(), chosen.daso.rhythm  # type: ignore[union-attr]
+    # Taking the state waits for what is under way, so that all that was sent is counted.
+    daso.state_dict()
+    stats, rhythm = daso.stats(), daso.rhythm
     dist.barrier()
-    transfer = chosen.daso.timelines() if exchanges and stats["exchanges"] else None  # type: ignore[union-attr]
-    found = {"durations": durations, "stats": stats, "rhythm": rhythm}
-    if transfer is not None:
-        found["planned_step"] = transfer[0].step_time
-    # Behind the barrier nothing is under way any more that the next job could meet.
-    if exchanges:
-        chosen.daso.finish()  # type: ignore[union-attr]
-    else:
-        chosen.daso.detach()  # type: ignore[union-attr]
+    found = {"durations": durations, "stats": stats, "rhythm": rhythm, "sent": _sent_bytes() - sent}
+    if exchanges and stats["exchanges"]:
+        found["planned_step"] = daso.timelines()[0].step_time
+        if picture is not None and dist.get_rank() == 0:
+            daso.save_timeline(picture)
     dist.barrier()
+    daso.detach()
     return found
+
+
+def _sent_bytes() -> int:
+    name = os.environ["GLOO_SOCKET_IFNAME"]
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text())
 
 
 def main() -> None:

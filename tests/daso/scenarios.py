@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from daso.training import loss_of, make_batch, make_model, make_optimizer, weights_of
+from gradweave.compare.data import digits
 from gradweave.daso import DASO
 from gradweave.errors import ArgumentError, GradweaveError, LostNodeError
 
@@ -215,10 +216,11 @@ def odd_parameters(*, steps):
             self.late = nn.Parameter(torch.randn(6), requires_grad=False)
             self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
             self.unused = nn.Parameter(torch.randn(3))
+            self.added = torch.ones(3, requires_grad=True)
 
         def forward(self, x):
             x = self.first(x) @ self.tied + self.narrow.float() + self.wide.float() + self.wave.abs()
-            return (x + self.late + self.frozen) @ self.strided + self.empty.sum()
+            return (x + self.late + self.frozen) @ self.strided + self.empty.sum() + self.added
 
     model = Odd()
     opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -227,13 +229,16 @@ def odd_parameters(*, steps):
     for step in range(steps):
         if step == steps // 2:
             model.late.requires_grad_(True)
+            opt.add_param_group({"params": [model.added]})
         x, y = make_batch(dist.get_rank(), step)
         F.cross_entropy(model(x), y).backward()
         opt.step()
         opt.zero_grad()
+        if step == steps // 2:
+            first = torch.cat([model.late, model.added]).detach().clone()
     daso.finish()
     kept = [torch.equal(a, b) for a, b in zip(before, (model.frozen, model.unused, model.late), strict=True)]
-    return {name: p.detach() for name, p in model.named_parameters()}, kept
+    return {**{name: p.detach() for name, p in model.named_parameters()}, "added": model.added.detach()}, kept, first
 
 
 def accumulation(*, declared):
@@ -445,3 +450,40 @@ def not_finite():
         return str(error), error.ranks, bool(torch.isfinite(before).all())
     finally:
         attached.detach()
+
+
+def learn_digits(*, way, epochs=12, batch=25):
+    """Real data: handwritten digits, of which each rank has its part; the share known of those kept back."""
+    x, y = digits()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 10))
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    daso = None if way == "ddp" else DASO(model, opt, mode=way, timeout=TIMEOUT, **_DIGITS[way])
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    for epoch in range(epochs):
+        order = torch.randperm(1400, generator=torch.Generator().manual_seed(epoch)).view(-1, size, batch)[:, rank]
+        for index in order:
+            F.cross_entropy(wrapped(x[index]), y[index]).backward()
+            opt.step()
+            opt.zero_grad()
+        if daso is not None:
+            daso.epoch_end(1.0)
+    if daso is not None:
+        daso.finish()
+    model.eval()
+    return float((model(x[1400:]).argmax(1) == y[1400:]).float().mean())
+
+
+_DIGITS = {"delta": {"every": 3, "wait": 2}, "paper": {"warm_up": 2, "cool_down": 2, "total": 12}}
+
+
+def compiled(*, steps):
+    """A model behind torch.compile."""
+    model, opt = setting()
+    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
+    fast = torch.compile(model, backend="aot_eager")
+    for step in range(steps):
+        one_step(fast, opt, step)
+    daso.finish()
+    return weights_of(model), daso.steps

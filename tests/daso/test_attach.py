@@ -165,7 +165,9 @@ def test_ranks_may_use_different_parts(two_by_two):
 
 def test_odd_parameters(two_by_two):
     found = two_by_two.run("odd_parameters", steps=8)
-    for params, (frozen, unused, late) in found.values():
+    for node in range(2):
+        assert torch.equal(found[2 * node][2], found[2 * node + 1][2]), "averaged from the first backward on"
+    for params, (frozen, unused, late), _ in found.values():
         assert frozen
         assert unused
         assert not late
@@ -179,11 +181,26 @@ def test_closures(two_by_two):
     assert {steps for _, steps in found.values()} == {6}
 
 
+def test_a_compiled_model(two_by_two):
+    found = two_by_two.run("compiled", steps=6)
+    plain = two_by_two.run("train", steps=6, every=2, wait=1)
+    assert all(torch.allclose(found[rank][0], plain[rank]["end"], rtol=1e-5, atol=1e-6) for rank in found)
+
+
 def test_reentrant_checkpointing(two_by_two):
     found = two_by_two.run("reentrant", steps=6)
     plain = two_by_two.run("train", steps=6, every=2, wait=1, payload="float32")
     assert {steps for _, steps in found.values()} == {6}
     assert all(torch.allclose(found[rank][0], plain[rank]["end"], rtol=1e-5, atol=1e-6) for rank in found)
+
+
+def test_real_digits_are_learnt_as_well_as_by_data_parallel(two_by_two):
+    stock = two_by_two.run("learn_digits", way="ddp")[0]
+    assert stock > 0.9
+    for way in ("delta", "paper"):
+        found = two_by_two.run("learn_digits", way=way)
+        assert found[0] > stock - 0.02
+        assert abs(found[0] - found[3]) < 0.02
 
 
 def test_one_process_trains_as_without(caplog):

@@ -1,6 +1,9 @@
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from gradweave import compile, fuse
 from gradweave.daso import DASO
@@ -51,3 +54,15 @@ def test_two_devices_and_data_parallel_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ArgumentError, match="several devices"):
         DASO(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_sharded_parameters_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ArgumentError, match="model='FSDP'"):
+            DASO(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    finally:
+        dist.destroy_process_group()

@@ -112,7 +112,8 @@ class DASO:
         self._exchange = self._make_exchange()
         self.share_from_first_rank()
         mark_daso(optimizer, self)
-        self._watch = BackwardWatch(self._params, self._backward_ended)
+        self._watch = BackwardWatch(self._backward_ended)
+        self._watch.refresh(self._params())
         self._hooks = [
             optimizer.register_step_pre_hook(self._step_begins),
             optimizer.register_step_post_hook(self._step_ended),
@@ -185,18 +186,21 @@ class DASO:
             # A step has been left out, as gradient scaling does.
             self._tick()
         with self._leaving_a_checkpoint():
-            if self._weights.extend(p for p in self._params() if p.requires_grad):
+            params = self._params()
+            self._watch.refresh(params)
+            if self._weights.extend(p for p in params if p.requires_grad):
                 self._exchange.extended()
-            self._average(self._watch.take_fresh(self._params()))
+            self._average(params, self._watch.take_fresh(params))
         self._watch.remember(self._weights.tensors)
         self._pending = True
 
     @torch.no_grad()
-    def _average(self, flags: Sequence[int]) -> None:
+    def _average(self, params: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
         """Averages gradients over the ranks that train: of the node, or of all while nodes stay together.
 
         Args:
-            flags: For each parameter, whether it has a new gradient.
+            params: All there are, trained or not.
+            flags: For each of them, whether it has a new gradient.
         """
         across = self._exchange.averages_gradients(self._steps)
         if not self._averages or (self._mates.alone and not across):
@@ -207,7 +211,7 @@ class DASO:
             flags, active = met.flags, len(met.active)
         if across:
             flags, active = self._average_across(vectors, flags, active)
-        fresh = {id(p) for p, flag in zip(self._params(), flags, strict=True) if flag}
+        fresh = {id(p) for p, flag in zip(params, flags, strict=True) if flag}
         averaged = [pair for pair in zip(self._weights.tensors, self._weights.views(vectors), strict=True)
                     if id(pair[0]) in fresh]  # fmt: skip
         for vector in vectors:
@@ -225,14 +229,14 @@ class DASO:
 
     def _step_begins(self, *_: Any) -> None:
         self._stepping = True
-        if self._watch.refresh() and not self._pending:
+        if not self._pending and self._watch.refresh(self._params()):
+            # All that was trained has been unfrozen since the last step, and no backward was noticed.
             self._backward_ended()
 
     def _step_ended(self, *_: Any) -> None:
         self._stepping = False
         if self._pending:
             self._tick()
-        self._watch.refresh()
 
     def _tick(self) -> None:
         """The end of a training step."""

@@ -18,23 +18,20 @@ class BackwardWatch:
     """Calls back when a backward has ended, and knows which parameters have new gradients.
 
     Args:
-        params: Watched while they are trained; asked again by :meth:`refresh`.
         ended: Called on the thread that runs the backward, before it returns to the user.
     """
 
-    def __init__(self, params: Callable[[], Iterable[torch.Tensor]], ended: Callable[[], None]) -> None:
-        self._params = params
+    def __init__(self, ended: Callable[[], None]) -> None:
         self._ended = ended
         self._hooks: dict[int, RemovableHandle] = {}
         self._fresh: set[int] = set()
         self._backward = -1
         self._paused = False
         self._sentinel: torch.Tensor | None = None
-        self.refresh()
 
-    def refresh(self) -> bool:
-        """Watches parameters that have come in since; says whether one of them has a gradient already."""
-        new = [p for p in self._params() if p.requires_grad and id(p) not in self._hooks]
+    def refresh(self, params: Iterable[torch.Tensor]) -> bool:
+        """Watches those that have come in since; says whether one of them has a gradient already."""
+        new = [p for p in params if p.requires_grad and id(p) not in self._hooks]
         for p in new:
             self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._accumulated)
         late = [p for p in new if p.grad is not None]

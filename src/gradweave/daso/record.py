@@ -18,6 +18,8 @@ from gradweave.schedule.tasks import Kind
 
 _KEPT = 512
 """Steps and exchanges of which times are kept."""
+_SHOWN = 12
+"""Steps in a picture, at least."""
 _MEASURED = 16
 """Steps whose median is the time of one."""
 
@@ -104,23 +106,25 @@ class Record:
         }
 
     def timelines(self, rhythm: Rhythm, nodes: int, places: int) -> tuple[Timeline, Timeline]:
-        """What was planned with the measured times of a step and a transfer, and what was measured."""
-        measured = self._measured()
+        """What is planned with the measured times of a step and a transfer, and what was measured of late."""
+        count = max(_SHOWN, rhythm.wait + 2 * rhythm.every)
         planned = predict(
-            self.step_seconds, self.transfer_seconds, nodes=nodes, local_ranks=places, every=rhythm.every,
-            wait=rhythm.wait, steps=max(len(self._steps), rhythm.wait + 2 * rhythm.every),
+            self.step_seconds, self.transfer_seconds, nodes=nodes, local_ranks=places,
+            every=rhythm.every, wait=rhythm.wait, steps=count,
         )  # fmt: skip
-        return planned, measured
+        return planned, self._measured(count)
 
-    def _measured(self) -> Timeline:
-        begin = min([s[0] for s in self._steps] + [t[0] for t in self._transfers], default=0.0)
+    def _measured(self, count: int) -> Timeline:
+        steps = list(self._steps)[-count:]
+        begin, end = (steps[0][0], steps[-1][1]) if steps else (0.0, 0.0)
         spans = []
-        for number, (start, end, waited) in enumerate(self._steps):
-            task = Task(Kind.F, 0, end - start - waited, DEVICE, step=number)
-            spans.append(Span(MAIN, start - begin + waited, end - begin, task, number))
-        for number, (start, end) in enumerate(self._transfers, len(spans)):
-            task = Task(Kind.C, 0, end - start, GLOBAL_LINK, note="exchange")
-            spans.append(Span(GLOBAL_LINK, start - begin, end - begin, task, number))
+        for number, (start, stop, waited) in enumerate(steps):
+            task = Task(Kind.F, 0, stop - start - waited, DEVICE, step=number)
+            spans.append(Span(MAIN, start - begin + waited, stop - begin, task, number))
+        for start, stop in self._transfers:
+            if stop > begin and start < end:
+                task = Task(Kind.C, 0, stop - start, GLOBAL_LINK, note="exchange")
+                spans.append(Span(GLOBAL_LINK, max(0.0, start - begin), stop - begin, task, len(spans)))
         lanes = ((MAIN, DEVICE), (GLOBAL_LINK, GLOBAL_LINK))
         return Timeline(tuple(sorted(spans, key=lambda span: span.start)), lanes, title="measured")
 

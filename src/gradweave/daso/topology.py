@@ -43,7 +43,7 @@ class Topology:
 
     @staticmethod
     def _of_launcher() -> Topology:
-        if not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return Topology()
         world, local = dist.get_world_size(), os.environ.get("LOCAL_WORLD_SIZE", "")
         if not local.isdigit() or int(local) < 1 or world % int(local):

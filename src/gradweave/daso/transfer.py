@@ -57,9 +57,12 @@ class Transfer:
 
     def _arrive(self) -> bool:
         try:
-            self._wait()
             if self.total and self.total[0].is_cuda:
-                torch.cuda.current_stream(self.total[0].device).synchronize()
+                with torch.cuda.device(self.total[0].device):
+                    self._wait()
+                    torch.cuda.current_stream().synchronize()
+            else:
+                self._wait()
         except RuntimeError:
             return False
         self.ended = time.perf_counter()
