@@ -468,3 +468,8 @@ def default_store() -> Any:
 def part_of_default_store(name: str) -> Any:
     """The same store, with keys of its own."""
     return torch.distributed.PrefixStore(name, default_store())  # type: ignore[attr-defined]
+
+
+def group_count() -> int:
+    """How many process groups this rank has made, or is in."""
+    return len(torch.distributed.distributed_c10d._world.pg_names)

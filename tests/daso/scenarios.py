@@ -261,11 +261,12 @@ def accumulation(*, declared):
     return weights_of(model), steps, norm
 
 
-def scaled(*, steps, broken):
+def scaled(*, steps, broken, agreed=False, **options):
     """GradScaler's skips: one node sees an infinity in some steps."""
     model, opt = setting()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
-    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
+    options = {**options, "scaler": scaler} if agreed else options
+    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1, **options)
     skipped = 0
     for step in range(steps):
         loss = loss_of(model, dist.get_rank(), step)
@@ -277,9 +278,9 @@ def scaled(*, steps, broken):
         skipped += int(torch.equal(before, weights_of(model)))
         scaler.update()
         opt.zero_grad()
-    counted = daso.steps
+    counted, last = daso.steps, weights_of(model)
     daso.finish()
-    return weights_of(model), skipped, counted, scaler.get_scale()
+    return weights_of(model), skipped, counted, scaler.get_scale(), last
 
 
 def conditional(*, steps):
@@ -487,3 +488,123 @@ def compiled(*, steps):
         one_step(fast, opt, step)
     daso.finish()
     return weights_of(model), daso.steps
+
+
+def new_parameters():
+    """A layer that comes in late, with other values on every rank."""
+    model, opt = setting()
+    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
+    for step in range(7):
+        if step == 3:
+            torch.manual_seed(dist.get_rank())
+            model.append(nn.Linear(3, 3))
+            opt.add_param_group({"params": list(model[-1].parameters())})
+        one_step(model, opt, step)
+    daso.finish()
+    return weights_of(model)
+
+
+def without_backward(*, how):
+    """Gradients that no backward of ours has seen the end of."""
+    model, opt = setting()
+    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
+    for step in range(6):
+        loss = loss_of(model, dist.get_rank(), step)
+        if how == "no_sync":
+            with daso.no_sync():
+                loss.backward()
+        else:
+            for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                p.grad = g
+        opt.step()
+        opt.zero_grad()
+    counted = daso.steps
+    daso.finish()
+    return weights_of(model), counted
+
+
+def several_backwards():
+    """Gradients of each loss by themselves, with the graph kept."""
+    model, opt = setting()
+    daso = DASO(model, opt, timeout=TIMEOUT, every=1, wait=1)
+    for step in range(8):
+        loss = loss_of(model, dist.get_rank(), step)
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            opt.zero_grad()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    daso.finish()
+    return weights_of(model)
+
+
+def resume_unfrozen(*, folder):
+    """The first layer is frozen at first; the restarted program does not freeze it any more."""
+    results = []
+    for interrupted in (False, True):
+        model, opt = setting()
+        model[0].requires_grad_(False)
+        daso = DASO(model, opt, timeout=TIMEOUT, every=4, wait=3)
+        for step in range(11):
+            if step == 3:
+                model[0].requires_grad_(True)
+            if interrupted and step == 6:
+                path = Path(folder) / f"unfrozen-{dist.get_rank()}.pt"
+                torch.save({"m": model.state_dict(), "o": opt.state_dict(), "d": daso.state_dict()}, path)
+                dist.barrier()
+                daso.detach()
+                model, opt = setting()
+                daso = DASO(model, opt, timeout=TIMEOUT, every=4, wait=3)
+                loaded = torch.load(path)
+                model.load_state_dict(loaded["m"])
+                opt.load_state_dict(loaded["o"])
+                daso.load_state_dict(loaded["d"])
+            one_step(model, opt, step)
+        results.append(weights_of(model))
+        daso.finish()
+    return results
+
+
+def resume_misfit():
+    """Ranks that load checkpoints of different steps go on with the first one's."""
+    model, opt = setting()
+    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
+    states = []
+    for step in range(6):
+        one_step(model, opt, step)
+        states.append(copy.deepcopy((model.state_dict(), opt.state_dict(), daso.state_dict())))
+    dist.barrier()
+    chosen = states[3 if dist.get_rank() == 0 else 5]
+    model.load_state_dict(chosen[0])
+    opt.load_state_dict(chosen[1])
+    daso.load_state_dict(chosen[2])
+    begin, steps = weights_of(model), daso.steps
+    for step in range(6, 10):
+        one_step(model, opt, step)
+    daso.finish()
+    return begin, steps, weights_of(model)
+
+
+def partial_group():
+    """A group of the user's own that not all ranks are in."""
+    dist.new_group([0, 2])
+    return train(steps=5, every=2, wait=1)["end"]
+
+
+def overflow():
+    """What each node sends is finite; the sum is not, in 16 bits."""
+    model = nn.Linear(2, 1, bias=False)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1, payload="float16", checkpoint_dir="overflown")
+    with torch.no_grad():
+        model.weight.add_(50_000)
+    try:
+        for _ in range(4):
+            model.weight.sum().backward()
+            opt.step()
+            opt.zero_grad()
+    except LostNodeError as error:
+        return str(error), bool(torch.isfinite(model.weight).all())
+    finally:
+        daso.detach()

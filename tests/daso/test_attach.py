@@ -153,7 +153,35 @@ def test_steps_left_out_by_gradient_scaling_keep_everybody_in_step(two_by_two):
     assert same_everywhere(found, 0)
     assert [found[rank][1] for rank in range(4)] == [0, 0, 3, 3]
     assert [found[rank][3] for rank in range(4)] == [8.0, 8.0, 1.0, 1.0]
-    assert len({counted for _, _, counted, _ in found.values()} - {8, 9}) == 0
+    assert {found[rank][2] for rank in (0, 1)} == {9}
+    assert {found[rank][2] for rank in (2, 3)} == {8}, "the last one, left out, ends with finish()"
+
+
+def test_nodes_agree_on_a_scale_before_they_average_scaled_gradients(two_by_two):
+    found = two_by_two.run("scaled", steps=9, broken=[2, 3], agreed=True, total=9, cool_down=4)
+    assert len({found[rank][3] for rank in found}) == 1
+    assert same_everywhere(found, 4), "in the cool-down all nodes take the same steps"
+
+
+def test_parameters_that_were_not_there_at_the_start(two_by_two):
+    assert same_everywhere(two_by_two.run("new_parameters"), None)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "grad"])
+def test_gradients_without_a_backward_are_averaged_when_the_step_begins(two_by_two, how):
+    found = two_by_two.run("without_backward", how=how)
+    plain = two_by_two.run("train", steps=6, every=2, wait=1)
+    assert {counted for _, counted in found.values()} == {6}
+    assert all(torch.equal(found[rank][0], plain[rank]["end"]) for rank in found)
+
+
+def test_several_backwards_with_a_graph_that_is_kept(two_by_two):
+    assert same_everywhere(two_by_two.run("several_backwards"), None)
+
+
+def test_groups_of_the_users_own(two_by_two):
+    assert same_everywhere(two_by_two.run("partial_group"), None)
+    assert same_everywhere(two_by_two.run("partial_group"), None)
 
 
 def test_ranks_may_use_different_parts(two_by_two):

@@ -36,6 +36,17 @@ def test_resuming_on_other_nodes(two_by_two, tmp_path, nodes, places):
     assert all(torch.equal(begin, other[0]) and torch.equal(end, other[1]) for other in found.values())
 
 
+def test_resuming_with_layers_that_were_unfrozen_on_the_way(two_by_two, tmp_path):
+    for whole, resumed in two_by_two.run("resume_unfrozen", folder=str(tmp_path)).values():
+        assert torch.equal(whole, resumed)
+
+
+def test_checkpoints_of_different_steps_do_not_mix(two_by_two):
+    found = two_by_two.run("resume_misfit")
+    assert {steps for _, steps, _ in found.values()} == {4}
+    assert all(torch.equal(found[0][0], begin) and torch.equal(found[0][2], end) for begin, _, end in found.values())
+
+
 def test_a_state_goes_with_its_weights(two_by_two):
     for said in two_by_two.run("wrong_weights").values():
         assert "load this rank's model and optimizer state behind constructing DASO" in said

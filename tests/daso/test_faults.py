@@ -106,6 +106,22 @@ def test_one_that_is_far_too_late_is_left_behind_and_told(world, tmp_path):
     assert torch.equal(found[1]["saved"], found[1]["weights"])
 
 
+def test_a_node_lost_while_all_finish(world, tmp_path):
+    arguments = {"steps": 6, "every": 50, "wait": 50, "timeout": 3, "on_failure": "continue", "folder": str(tmp_path)}
+    made = world(3, 1)
+    made.ask("faulty", [0, 2], **arguments)
+    made.ask("faulty", [1], **{**arguments, "steps": 7}, die=[1, 6, "before"])
+    found = made.answers([0, 2])
+    assert [result["ended"] for result in found.values()] == ["through"] * 2
+    assert torch.equal(found[0]["weights"], found[2]["weights"])
+
+
+def test_a_sum_that_overflows_is_merged_by_nobody(two_by_two):
+    for said, finite in two_by_two.run("overflow").values():
+        assert "payload='float16' is too small" in said
+        assert finite
+
+
 def test_numbers_that_are_not_finite_stay_where_they_are(two_by_two):
     for said, ranks, finite in two_by_two.run("not_finite").values():
         assert "has weights that are not finite" in said

@@ -20,6 +20,7 @@ from gradweave.errors import ArgumentError
         ({"cool_down": 3}, "total=None: give the length"),
         ({"mode": "paper", "wait": 1}, "wait=1: is set by the published rules"),
         ({"rhythm": [(0, 1, 1)], "every": 2}, "rhythm='a record'"),
+        ({"rhythm": [(0, 2, 4)]}, "rhythm=(0, 2, 4)"),
     ],
 )
 def test_bad_options(options, said):

@@ -44,6 +44,19 @@ def test_rarer_as_the_learning_rate_falls():
     assert feed(rhythm, Figures(seconds=1.5, compute=1.0, lr=1e-6)) == (256, 2)
 
 
+def test_nodes_wait_no_longer_than_until_the_next_exchange():
+    rhythm = Rhythm(Options(pace="lr"))
+    for _ in range(12):
+        every, wait = feed(rhythm, Figures(seconds=1e4, compute=1.0, lr=1e-6))
+        assert wait <= every
+
+
+def test_one_stall_is_not_the_network():
+    rhythm = Rhythm(Options())
+    feed(rhythm, *[Figures(seconds=0.5, compute=1.0)] * 3)
+    assert feed(rhythm, Figures(seconds=3000.0, compute=1.0))[1] <= 3
+
+
 def test_rarer_until_a_plateau():
     rhythm = Rhythm(Options(pace="plateau"))
     figures = [Figures(seconds=0.5, compute=1.0, loss=loss) for loss in (1.0, 0.5, 0.5, 0.5, 0.5)]

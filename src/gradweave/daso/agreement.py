@@ -21,6 +21,8 @@ from gradweave.errors import LostNodeError
 
 T = TypeVar("T")
 
+SOUND, OVERFLOW = -1, -2
+"""Instead of the number of a node that sent numbers which are not finite."""
 _KEPT = 2
 """Exchanges whose votes stay in the store, for those that are late."""
 _SHORTEST, _LONGEST = 0.001, 0.02
@@ -44,6 +46,7 @@ class Vote:
     Attributes:
         arrived: Whether it has the sum.
         finite: Whether what it sent was.
+        holds: Whether the sum still is.
         contributes: Whether what it sent counts.
         done: Whether it has trained all its batches.
         state: Size of its optimizer's state.
@@ -52,6 +55,7 @@ class Vote:
 
     arrived: bool
     finite: bool = True
+    holds: bool = True
     contributes: bool = True
     done: bool = False
     state: int = 0
@@ -67,7 +71,7 @@ class Verdict:
         contributing: How many nodes the sum is of.
         done: Whether no node has batches left.
         state: Size of the optimizers' state; -1 where they differ.
-        broken: Node that sent numbers which are not finite; -1 for none.
+        broken: Node that sent numbers which are not finite, or ``SOUND``, or ``OVERFLOW``.
         figures: Agreed measurements.
         alive: Nodes that go on.
     """
@@ -76,9 +80,14 @@ class Verdict:
     contributing: int = 0
     done: bool = False
     state: int = -1
-    broken: int = -1
+    broken: int = SOUND
     figures: Figures = NOTHING_MEASURED
     alive: tuple[int, ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        """Whether the sum may be merged."""
+        return self.counted and self.broken == SOUND
 
     def as_list(self) -> list[float]:
         """As numbers, for ranks that do not speak with the store."""
@@ -142,12 +151,14 @@ class Agreement:
         figures = [Figures(**vote["figures"]) for vote in votes.values()]
         states = {vote["state"] for vote in votes.values()}
         broken = [node for node, vote in votes.items() if not vote["finite"]]
+        if not broken and not all(vote["holds"] for vote in votes.values()):
+            broken = [OVERFLOW]
         return Verdict(
             counted=True,
             contributing=sum(vote["contributes"] for vote in votes.values()),
             done=all(vote["done"] for vote in votes.values()),
             state=states.pop() if len(states) == 1 else -1,
-            broken=broken[0] if broken else -1,
+            broken=broken[0] if broken else SOUND,
             figures=Figures(
                 # A node that sends early also waits for the last one; what that one sees is the transfer.
                 seconds=_of([f.seconds for f in figures], min),
@@ -158,7 +169,11 @@ class Agreement:
             ),
         )
 
-    def roll_call(self) -> tuple[int, ...]:
+    def use(self, store: Store) -> None:
+        """Votes from now on where nobody has voted yet."""
+        self._store = store
+
+    def roll_call(self, timeouts: int = 1) -> tuple[int, ...]:
         """Finds out which nodes are still there: those that answer in time."""
         key = f"generation/{self._generation}"
         with _lost_store():
@@ -167,7 +182,7 @@ class Agreement:
             def all_here() -> bool:
                 return self._store.check([f"{key}/verdict"]) or self._store.check([f"{key}/{n}" for n in self.alive])
 
-            self._wait(all_here)
+            self._wait(all_here, timeouts)
             here = [node for node in self.alive if self._store.check([f"{key}/{node}"])]
             self._store.compare_set(f"{key}/verdict", "", json.dumps(here))
             return tuple(json.loads(self._store.get(f"{key}/verdict")))
@@ -180,9 +195,9 @@ class Agreement:
     def _judge(self, key: str, verdict: Verdict) -> None:
         self._store.compare_set(f"{key}/verdict", "", json.dumps(asdict(verdict)))
 
-    def _wait(self, ready: Callable[[], bool]) -> bool:
+    def _wait(self, ready: Callable[[], bool], timeouts: int = 1) -> bool:
         """Polls, so that other threads may use the store meanwhile."""
-        deadline, pause = time.monotonic() + self._timeout, _SHORTEST
+        deadline, pause = time.monotonic() + timeouts * self._timeout, _SHORTEST
         while not ready():
             if time.monotonic() > deadline:
                 return False

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat import copy_all, default_store, part_of_default_store
+from gradweave.compat import copy_all, default_store, part_of_default_store, scaler_tensors
 from gradweave.daso import checkpoint
 from gradweave.daso.agreement import Agreement
 from gradweave.daso.backward import BackwardWatch
@@ -63,6 +63,7 @@ class DASO:
         on_failure: ``"raise"`` stops with an error if a node is lost; ``"continue"`` goes on without it.
         timeout: Seconds to wait for another node before it counts as lost.
         checkpoint_dir: Where each rank leaves a checkpoint if it has to stop.
+        scaler: The loop's ``GradScaler``, if it has one and there is a cool-down: nodes then agree on its scale.
         rhythm: A record of an earlier run, its ``daso.rhythm``, to be replayed.
     """
 
@@ -84,6 +85,7 @@ class DASO:
         on_failure: str = "raise",
         timeout: float = 300.0,
         checkpoint_dir: str | Path = "daso-checkpoint",
+        scaler: torch.amp.GradScaler | None = None,
         rhythm: Iterable[tuple[int, int, int]] | None = None,
     ) -> None:
         self._options = Options(
@@ -95,11 +97,14 @@ class DASO:
         check(model, optimizer, self._topology)
         self._model = model
         self._optimizer = optimizer
+        self._scaler = scaler
         self._averages = average_gradients and not isinstance(model, DistributedDataParallel)
         self._detached = False
         self._pending = False
         self._stepping = False
         self._steps = 0
+        self._owed = 0
+        """Steps that were left out, and whose end waits for one that is not: weights may be in use until then."""
         self._losses: list[torch.Tensor] = []
         self._loss = math.nan
         device = next((p.device for p in self._params()), torch.device("cpu"))
@@ -108,6 +113,7 @@ class DASO:
         )
         check_same(self._params(), self._topology, self._groups)
         self._mates = Mates(self._topology, self._groups)
+        self._known = {id(p) for p in self._params()}
         self._weights = Layout(p for p in self._params() if p.requires_grad)
         self._exchange = self._make_exchange()
         self.share_from_first_rank()
@@ -136,7 +142,9 @@ class DASO:
             continues=options.on_failure == "continue",
             averages_gradients=self._averages and not paper,
         )
-        agreement = Agreement(self._store(), node=topology.node, nodes=range(topology.nodes), timeout=options.timeout)
+        agreement = self._agreement = Agreement(
+            self._store(), node=topology.node, nodes=range(topology.nodes), timeout=options.timeout
+        )
         rhythm = PaperRhythm(options) if paper else Rhythm(options)
         exchange = Exchange(setup, topology, self._groups, self._mates, agreement, rhythm)
         exchange.loss = self._take_loss
@@ -158,12 +166,14 @@ class DASO:
         return everything_trained(self._model, self._optimizer)
 
     def _optimizer_state(self) -> Layout:
-        """Tensors of the optimizer's state that belong to single weights: moments, not step counts."""
-        tensors = []
+        """Tensors of the optimizer's state that belong to single weights: moments, not step counts; and a scale."""
+        tensors: list[torch.Tensor] = []
         for p in chain(*(group["params"] for group in self._optimizer.param_groups)):
             state = self._optimizer.state.get(p, {})
             moments = [state[key] for key in sorted(state) if key != "step"]
             tensors += [m for m in moments if isinstance(m, torch.Tensor) and m.shape == p.shape]
+        if self._scaler is not None and self._scaler.is_enabled():
+            tensors.append(scaler_tensors(self._scaler)[0])
         return Layout(tensors)
 
     @torch.no_grad()
@@ -184,15 +194,27 @@ class DASO:
     def _backward_ended(self) -> None:
         if self._pending and self._watch.cleared and not self._stepping:
             # A step has been left out, as gradient scaling does.
-            self._tick()
+            step = self._steps + self._owed
+            if self._exchange.together(step) or self._exchange.together(step + 1):
+                self._end_steps()
+            else:
+                self._pending, self._owed = False, self._owed + 1
         with self._leaving_a_checkpoint():
             params = self._params()
             self._watch.refresh(params)
-            if self._weights.extend(p for p in params if p.requires_grad):
-                self._exchange.extended()
+            self._take_in(params)
             self._average(params, self._watch.take_fresh(params))
         self._watch.remember(self._weights.tensors)
         self._pending = True
+
+    def _take_in(self, params: Sequence[torch.Tensor]) -> None:
+        """Parameters that are trained from now on; those that were not there at the start must become the same."""
+        new = [p for p in params if id(p) not in self._known]
+        if new:
+            self._known.update(id(p) for p in new)
+            self._exchange.share_new(new, self._steps)
+        if self._weights.extend(p for p in params if p.requires_grad):
+            self._exchange.extended()
 
     @torch.no_grad()
     def _average(self, params: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
@@ -202,7 +224,7 @@ class DASO:
             params: All there are, trained or not.
             flags: For each of them, whether it has a new gradient.
         """
-        across = self._exchange.averages_gradients(self._steps)
+        across = self._exchange.averages_gradients(self._steps + self._owed)
         if not self._averages or (self._mates.alone and not across):
             return
         vectors, active = self._weights.pack([p.grad for p in self._weights.tensors]), 1
@@ -229,18 +251,27 @@ class DASO:
 
     def _step_begins(self, *_: Any) -> None:
         self._stepping = True
-        if not self._pending and self._watch.refresh(self._params()):
-            # All that was trained has been unfrozen since the last step, and no backward was noticed.
+        if not self._pending and self._watch.notice(self._params()) and self._moves():
+            # Gradients that came without a backward, or only with ones inside of no_sync().
             self._backward_ended()
+
+    def _moves(self) -> bool:
+        """Whether the step that begins changes weights; those that only create an optimizer's state do not."""
+        return any(float(group.get("lr", 1.0)) != 0 for group in self._optimizer.param_groups)
 
     def _step_ended(self, *_: Any) -> None:
         self._stepping = False
         if self._pending:
+            self._end_steps()
+
+    def _end_steps(self) -> None:
+        """Ends those that are owed, and the one that is pending."""
+        for _ in range(self._owed + self._pending):
             self._tick()
+        self._owed, self._pending = 0, False
 
     def _tick(self) -> None:
         """The end of a training step."""
-        self._pending = False
         self._exchange.record.stepped()
         with self._leaving_a_checkpoint():
             step = self._steps
@@ -260,15 +291,15 @@ class DASO:
 
     def observe(self, loss: torch.Tensor) -> None:
         """Tells the loss of a batch, for ``pace="plateau"``; each exchange looks at the mean since the last."""
-        self._losses.append(loss.detach())
+        if not self._exchange.alone:
+            self._losses.append(loss.detach())
 
     def epoch_end(self, loss: torch.Tensor | float | None = None) -> None:
         """Tells that an epoch has ended, and its mean loss on this rank; in paper mode all ranks must call it."""
         if loss is not None:
             self._loss = float(loss)
         if self._options.mode == "paper":
-            if self._pending:
-                self._tick()
+            self._end_steps()
             with self._leaving_a_checkpoint():
                 if not self._mates.alone:
                     loss_sum = torch.tensor([self._loss], dtype=torch.float64)
@@ -313,8 +344,7 @@ class DASO:
         if self._detached:
             return
         with self._leaving_a_checkpoint():
-            if self._pending:
-                self._tick()
+            self._end_steps()
             self._wait_for_mates()
             self._wait_for_nodes()
         self.detach()
@@ -389,8 +419,8 @@ class DASO:
 
         Save it on every rank, together with the model's and the optimizer's.
         """
-        state = checkpoint.save(self._exchange, self._topology, self._params())
-        return {**state, "steps": self._steps, "pending": self._pending}
+        state = checkpoint.save(self._exchange, self._topology, self._params(), self._weights)
+        return {**state, "steps": self._steps, "pending": self._pending, "owed": self._owed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where a checkpoint was taken; all ranks must call it, behind loading model and optimizer.
@@ -398,26 +428,25 @@ class DASO:
         If each rank loads its own on the nodes it was taken on, training goes on bit for bit. On other
         nodes it goes on with what the first rank has loaded.
         """
-        self._steps, self._pending = state["steps"], state["pending"]
-        if not checkpoint.fits(state, self._topology, self._groups):
-            checkpoint.merge_alone(self._exchange, state)
-            if self._groups.everyone is not None:
-                box: list[Any] = [
-                    self._optimizer.state_dict(),
-                    self._exchange.rhythm.state(),
-                    self._steps,
-                    self._pending,
-                ]
-                dist.broadcast_object_list(box, self._topology.ranks[0][0], group=self._groups.everyone)
-                if not self._is_first:
-                    self._optimizer.load_state_dict(box[0])
-                self._exchange.rhythm.restore(box[1])
-                self._steps, self._pending = box[2:]
-            self._exchange.next_send = self._steps
-            self.share_from_first_rank()
+        fits = checkpoint.fits(state, self._topology, self._groups)
+        self._steps, self._pending, self._owed = state["steps"], state["pending"], state["owed"]
+        self._agreement.use(self._store())
+        if fits:
+            checkpoint.check_weights(state, self._params())
+            checkpoint.load(self._exchange, state, self._params(), self._weights)
+            self._exchange.drop_failed(self._steps)
             return
-        checkpoint.check_weights(state, self._params())
-        checkpoint.load(self._exchange, state)
+        checkpoint.merge_alone(self._exchange, state, self._params(), self._weights)
+        if self._groups.everyone is not None:
+            own = (self._optimizer.state_dict(), self._exchange.state(), self._steps, self._pending, self._owed)
+            box: list[Any] = [own]
+            dist.broadcast_object_list(box, self._topology.ranks[0][0], group=self._groups.everyone)
+            optimizer, exchange, self._steps, self._pending, self._owed = box[0]
+            if not self._is_first:
+                self._optimizer.load_state_dict(optimizer)
+            self._exchange.take(exchange)
+        self._exchange.next_send = self._steps
+        self.share_from_first_rank()
 
     def _leaving_a_checkpoint(self) -> AbstractContextManager[None]:
         return _LeavingACheckpoint(self)
@@ -444,7 +473,10 @@ class _LeavingACheckpoint:
             path = folder / f"rank{daso._topology.rank}.pt"
             daso._exchange.flight = None
             states = {"model": daso._model.state_dict(), "optimizer": daso._optimizer.state_dict()}
-            torch.save({**states, "daso": daso.state_dict()}, path)
+            # A launcher ends the other ranks of a node when the first one ends: what is there must be whole.
+            unfinished = path.with_suffix(".unfinished")
+            torch.save({**states, "daso": daso.state_dict()}, unfinished)
+            unfinished.replace(path)
             error.checkpoint = str(path)
             error.args = (f"{error} (this rank's checkpoint: {path})",)
 

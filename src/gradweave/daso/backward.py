@@ -38,6 +38,12 @@ class BackwardWatch:
         self._fresh.update(id(p) for p in late)
         return bool(late)
 
+    def notice(self, params: Iterable[torch.Tensor]) -> bool:
+        """Takes all gradients that are there for new; says whether there are any."""
+        self.refresh(params)
+        self._fresh.update(id(p) for p in params if p.requires_grad and p.grad is not None)
+        return bool(self._fresh)
+
     def _accumulated(self, p: torch.Tensor) -> None:
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise GradweaveError(

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gradweave.daso.agreement import Verdict
-from gradweave.daso.exchange import Exchange, Flight
+from gradweave.daso.exchange import COUNTERS, Exchange, Flight
+from gradweave.daso.layout import Layout
 from gradweave.daso.rhythm import Figures
 from gradweave.daso.topology import Groups, Topology
 from gradweave.errors import ArgumentError
@@ -18,13 +19,15 @@ from gradweave.errors import ArgumentError
 _VERSION = 1
 
 
-def save(exchange: Exchange, topology: Topology, params: Iterable[torch.Tensor]) -> dict[str, Any]:
+def save(exchange: Exchange, topology: Topology, params: list[torch.Tensor], weights: Layout) -> dict[str, Any]:
     """Waits for a transfer that this rank carries, but merges nothing."""
+    places = {id(p): place for place, p in enumerate(params)}
     return {
         "version": _VERSION,
         "ranks": [list(members) for members in topology.ranks],
         "rank": topology.rank,
         "checksum": checksum(params),
+        "weights": [places[id(p)] for p in weights.tensors if id(p) in places],
         "exchange": exchange.state(),
         "flight": None if exchange.flight is None else _flight_state(exchange.flight),
     }
@@ -53,16 +56,23 @@ def fits(state: dict[str, Any], topology: Topology, groups: Groups) -> bool:
     if groups.everyone is None:
         return bool(own)
     answers: list[Any] = [None] * dist.get_world_size(groups.everyone)
-    dist.all_gather_object(answers, (own, state["exchange"]["number"]), group=groups.everyone)
+    counters = [state["steps"], state["pending"], state["owed"], *(state["exchange"][name] for name in COUNTERS)]
+    dist.all_gather_object(answers, (own, counters), group=groups.everyone)
     return all(answer == (True, answers[0][1]) for answer in answers)
 
 
-def load(exchange: Exchange, state: dict[str, Any]) -> None:
+def load(exchange: Exchange, state: dict[str, Any], params: list[torch.Tensor], weights: Layout) -> None:
     """Takes what :func:`save` gave."""
+    weights.become(params[place] for place in state["weights"])
     exchange.take(state["exchange"])
-    saved = state["flight"]
+    saved, exchange.flight = state["flight"], None
     if saved is not None:
-        saved = dict(saved)
+        device = params[0].device
+        vectors = {
+            name: None if saved[name] is None else [v.to(device, copy=True) for v in saved[name]]
+            for name in ("sent", "total")
+        }
+        saved = {**saved, **vectors}
         verdict = saved["verdict"]
         if verdict is not None:
             fields = {"figures": Figures(**verdict["figures"]), "alive": tuple(verdict["alive"])}
@@ -70,11 +80,11 @@ def load(exchange: Exchange, state: dict[str, Any]) -> None:
         exchange.flight = Flight(**saved)
 
 
-def merge_alone(exchange: Exchange, state: dict[str, Any]) -> None:
+def merge_alone(exchange: Exchange, state: dict[str, Any], params: list[torch.Tensor], weights: Layout) -> None:
     """On other nodes than it was saved on: merges what had arrived, and forgets what had not."""
-    load(exchange, state)
+    load(exchange, state, params, weights)
     flight, exchange.flight = exchange.flight, None
-    if flight is not None and flight.total is not None and flight.verdict is not None and flight.verdict.counted:
+    if flight is not None and flight.total is not None and flight.verdict is not None and flight.verdict.sound:
         exchange.apply(flight, flight.verdict, flight.total)
 
 

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from gradweave.announce import announce
 from gradweave.daso.agreement import Agreement, Asked, Verdict, Vote
+from gradweave.daso.failures import stopped, who_is_lost, why_to_stop
 from gradweave.daso.layout import Layout, Vectors, narrow
 from gradweave.daso.mates import Mates
 from gradweave.daso.record import Record
@@ -21,7 +23,10 @@ from gradweave.daso.rhythm import Figures, Phase, Rhythm
 from gradweave.daso.rules import Rule
 from gradweave.daso.topology import Groups, Topology
 from gradweave.daso.transfer import Transfer, chunks
-from gradweave.errors import LostNodeError
+from gradweave.errors import ArgumentError, LostNodeError
+
+COUNTERS = ("number", "rotation", "next_send")
+"""What ranks of all nodes have the same of, in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +151,7 @@ class Exchange:
     def _perform(self, step: int) -> None:
         rule = self._setup.rule
         flight = self.flight
-        due = flight is not None and (step >= flight.due or (rule.sends_first and self._sends(step)))
+        due = flight is not None and (step >= flight.due or self._sends(step))
         if flight is not None and due and not rule.sends_first:
             self._land(flight, step)
         if self._sends(step):
@@ -162,9 +167,6 @@ class Exchange:
             self._land(flight, step)
         if self._comes_together(step):
             self.settle(step)
-        elif self.averages_gradients(step) and not self.together(step + 1) and not self.record.failed:
-            # Where a node was lost, one may have averaged with it and another not: the first exchange mends that.
-            rule.agree(self._setup.weights)
 
     def _land(self, flight: Flight, step: int) -> None:
         self.flight = None
@@ -185,10 +187,10 @@ class Exchange:
             flight.sent = [torch.zeros_like(vector) for vector in flight.sent]
         elif self._mates.uneven:
             self._mates.share(flight.sent, self._mates.active[0], flight.sent_at)
+        figures = Figures(
+            compute=self.record.step_seconds, loss=self.loss(), lr=self._setup.lr(), work=self.record.work
+        )
         if flight.place == self._topology.place and self._groups.across is not None:
-            figures = Figures(
-                compute=self.record.step_seconds, loss=self.loss(), lr=self._setup.lr(), work=self.record.work
-            )
             size = -1 if self._mates.uneven else self._setup.state().numel
             vote = Vote(True, contributes=counts, done=self.done, state=size, figures=figures)
             self.record.sent(sum(v.nbytes for v in flight.sent), len(self._agreement.alive))
@@ -203,7 +205,8 @@ class Exchange:
             self.all_done = verdict.done
             self.rhythm.merged(flight.number, verdict.figures)
             if flight.number == self.number - 1:
-                self.next_send = flight.sent_at + self.rhythm.every
+                # Not before it was due: a node that is done merges at once, and must not run ahead for that.
+                self.next_send = max(flight.sent_at + self.rhythm.every, flight.due)
         return verdict
 
     def apply(self, flight: Flight, verdict: Verdict, total: list[torch.Tensor], *, settle: bool = False) -> None:
@@ -222,18 +225,18 @@ class Exchange:
         """The verdict and the sum of a flight, on all ranks of the node; deals with a failure."""
         began = time.perf_counter()
         carries = flight.place == self._topology.place
-        verdict, error = flight.verdict, None
+        verdict = flight.verdict
         if flight.transfer is not None:
             try:
                 verdict = flight.transfer.result()
-            except LostNodeError as lost:
-                verdict, error = Verdict(False), lost
+            except LostNodeError:
+                verdict = Verdict(False)
         numbers = verdict.as_list() if carries and verdict is not None else None
         length = len(Verdict(False).as_list()) + self._topology.nodes
         verdict = Verdict.from_list(self._mates.tell(numbers, length, flight.place, step))
         self.record.waited(time.perf_counter() - began)
-        if not verdict.counted or verdict.broken >= 0:
-            self._fail(verdict, step, error)
+        if not verdict.sound:
+            self._fail(verdict, step, flight.due)
             return replace(verdict, counted=False), []
         total = flight.total or (flight.transfer.total if flight.transfer is not None else None)
         if total is None:
@@ -247,22 +250,27 @@ class Exchange:
         """Makes weights, statistics and optimizer state the same on all nodes, bit for bit."""
         if self.flight is not None:
             self._land(self.flight, step)
-        if self.alone:
-            return
-        self._idle = self._idle and not final
-        counts = not (self._idle or self._behind)
-        verdict = self._merge(self._send(step, 0, None, wide=True), step, settle=True)
+        while not self.alone:
+            self._idle = self._idle and not final
+            counts = not (self._idle or self._behind)
+            verdict = self._merge(self._send(step, 0, None, wide=True), step, settle=True)
+            if verdict.counted and self._settle_state(verdict, step, counts):
+                break
         self._behind = False
-        if not verdict.counted:
-            return
+
+    def _settle_state(self, verdict: Verdict, step: int, counts: bool) -> bool:
+        """Makes optimizer state the mean of all nodes'; says whether nobody was lost meanwhile."""
         state = self._setup.state()
-        if verdict.state > 0 and verdict.state == state.numel:
-            flight = Flight(self.number, 0, step, step, None, state.pack())
-            verdict, total = self._arrive(self._begin(flight, counts), step)
-            if verdict.counted:
-                state.store([vector.div_(max(1, verdict.contributing)) for vector in total])
-        elif verdict.state != 0:
-            announce("optimizer states differ in size between nodes, so that they stay apart", level=logging.WARNING)
+        if verdict.state != state.numel or not state.numel:
+            if verdict.state != 0:
+                what = "optimizer states differ in size between nodes, so that each keeps its own"
+                announce(what, level=logging.WARNING)
+            return True
+        flight = Flight(self.number, 0, step, step, None, state.pack())
+        verdict, total = self._arrive(self._begin(flight, counts), step)
+        if verdict.counted and verdict.contributing:
+            state.store([vector.div_(verdict.contributing) for vector in total])
+        return verdict.counted
 
     def border(self, step: int) -> None:
         """The end of an epoch by the published rules: a plain average, and a look at the loss."""
@@ -288,9 +296,9 @@ class Exchange:
                 self.record.sent(sum(v.nbytes for v in sums), len(self._agreement.alive))
             except RuntimeError:
                 try:
-                    asked = Asked(
-                        self._agreement.roll_call, patience=self._agreement.patience, name="gradweave roll call"
-                    )
+                    # Others may have had the sum, and notice only in their next step.
+                    call = partial(self._agreement.roll_call, timeouts=2)
+                    asked = Asked(call, patience=self._agreement.patience, name="gradweave roll call")
                     alive = [float(node) for node in asked.answer()]
                 except LostNodeError:
                     alive = [float(self._topology.nodes)]
@@ -298,7 +306,7 @@ class Exchange:
         self.record.waited(time.perf_counter() - began)
         if told:
             here = tuple(int(node) for node in told if node < self._topology.nodes)
-            self._fail(Verdict(False, alive=here), step, None)
+            self._fail(Verdict(False, alive=here), step, step)
             return None
         self._mates.share(sums, 0, step)
         for vector, total in zip(vectors, sums, strict=False):
@@ -311,6 +319,13 @@ class Exchange:
         """Told that other nodes have gone on together, and left this one's weights behind."""
         self._behind = True
 
+    def drop_failed(self, step: int) -> None:
+        """Forgets what was under way when a checkpoint was taken, if it is known to have failed."""
+        if self.flight is not None:
+            verdict = self.flight.verdict
+            told = self._mates.tell([float(verdict is not None and verdict.sound)], 1, self.flight.place, step)
+            self.flight = self.flight if told[0] > 0 else None
+
     def extended(self) -> None:
         """Told that weights have come in, before anybody has trained them."""
         self._setup.rule.extend(self._setup.weights)
@@ -321,58 +336,49 @@ class Exchange:
 
     def state(self) -> dict[str, Any]:
         """Counters and what nodes have in common, for a checkpoint."""
-        kept = {name: getattr(self, name) for name in ("number", "rotation", "next_send")}
+        kept = {name: getattr(self, name) for name in COUNTERS}
         return {**kept, "rhythm": self.rhythm.state(), "anchor": [a.clone() for a in self._setup.rule.anchor]}
 
     def take(self, state: dict[str, Any]) -> None:
         """Takes what :meth:`state` gave."""
-        for name in ("number", "rotation", "next_send"):
+        for name in COUNTERS:
             setattr(self, name, state[name])
         self.rhythm.restore(state["rhythm"])
-        self._setup.rule.anchor = [
-            a.to(zeros.device) for a, zeros in zip(state["anchor"], self._setup.weights.zeros(), strict=False)
-        ]
+        zeros = self._setup.weights.zeros()
+        if [len(a) for a in state["anchor"]] not in ([], [len(z) for z in zeros]):
+            raise ArgumentError("state", "of other weights", "freeze and unfreeze as when it was taken")
+        self._setup.rule.anchor = [a.to(z.device, copy=True) for a, z in zip(state["anchor"], zeros, strict=False)]
 
-    def _fail(self, verdict: Verdict, step: int, error: LostNodeError | None) -> None:
+    def share_new(self, tensors: list[torch.Tensor], step: int) -> None:
+        """Gives everybody the first node's values of parameters that were not there at the start."""
+        layout = Layout(tensors)
+        vectors = layout.pack()
+        if self._topology.place == 0 and self._groups.across is not None:
+            first = self._topology.ranks[self._agreement.alive[0]][0]
+            try:
+                for chunk in chunks(vectors):
+                    dist.broadcast(chunk, first, group=self._groups.across)
+            except RuntimeError as error:
+                message = f"a node was lost at step {step}, while new parameters were shared; restart from a checkpoint"
+                raise LostNodeError(message, step=step) from error
+        self._mates.share(vectors, 0, step)
+        layout.store(vectors)
+
+    def _fail(self, verdict: Verdict, step: int, due: int) -> None:
         """An exchange did not count: goes on without those that are lost, or says who they are."""
         self.record.failed += 1
-        if verdict.broken >= 0:
-            ranks = self._topology.ranks[verdict.broken]
-            raise LostNodeError(
-                f"node {verdict.broken} (ranks {_listed(ranks)}) has weights that are not finite at step {step}; "
-                "restart from a checkpoint with a smaller learning rate or with clipping",
-                ranks=ranks, step=step,
-            ) from error  # fmt: skip
-        if not verdict.alive:
-            raise LostNodeError(
-                f"the node that hosts the store is lost at step {step}, so that nodes cannot agree any more; "
-                "restart from a checkpoint",
-                ranks=self._topology.ranks[0], step=step,
-            ) from error  # fmt: skip
-        if self._topology.node not in verdict.alive:
-            raise LostNodeError(
-                f"this node (ranks {_listed(self._topology.ranks[self._topology.node])}) was too late at step {step}, "
-                "and the others have gone on without it; restart it from a checkpoint, or give a longer timeout",
-                ranks=self._topology.ranks[self._topology.node], step=step,
-            ) from error  # fmt: skip
-        lost = [node for node in self._agreement.alive if node not in verdict.alive]
-        ranks = tuple(rank for node in lost for rank in self._topology.ranks[node])
-        what = f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} lost" if lost else "the link was cut, with nobody lost,"
+        error = why_to_stop(verdict, self._topology, step)
+        if error is not None:
+            raise error
+        nodes = [node for node in self._agreement.alive if node not in verdict.alive]
+        ranks = [rank for node in nodes for rank in self._topology.ranks[node]]
         if not self._setup.continues:
-            raise LostNodeError(
-                f"{what} at step {step}: that exchange counts for nobody and weights are whole; restart from a "
-                'checkpoint, or give on_failure="continue"',
-                ranks=ranks, step=step,
-            )  # fmt: skip
-        announce(f"{what} at step {step}: going on with {len(verdict.alive)} nodes", level=logging.WARNING)
+            raise stopped(ranks, step)
+        announce(f"{who_is_lost(ranks, step)}: {len(verdict.alive)} nodes go on", level=logging.WARNING)
         self._agreement.regrouped(verdict.alive)
         try:
             self._groups.regroup(verdict.alive)
         except RuntimeError as failed:
             message = f"the nodes that are left could not form a group at step {step}; restart from a checkpoint"
-            raise LostNodeError(message, ranks=ranks, step=step) from failed
-        self.next_send = min(self.next_send, step + 1)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+            raise LostNodeError(message, ranks=tuple(ranks), step=step) from failed
+        self.next_send = min(self.next_send, max(step, due) + 1)

@@ -40,6 +40,13 @@ class Layout:
         """Elements of all vectors together."""
         return sum(as_real(tensor).numel() for tensor in self.tensors)
 
+    def become(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Has these tensors, in this order, instead."""
+        self.tensors.clear()
+        self._members.clear()
+        self._known.clear()
+        self.extend(tensors)
+
     def first(self, count: int) -> Layout:
         """The layout as it was when it had so many tensors: the beginnings of the same vectors."""
         return Layout(self.tensors[:count])
@@ -79,9 +86,14 @@ class Layout:
 
     @torch.no_grad()
     def add(self, vectors: Vectors) -> None:
-        """Adds vectors to the tensors, in place; those of 16 bits are rounded once."""
+        """Adds vectors to the tensors, in place; those of 16 bits are rounded once, and shared memory moved once."""
+        moved: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
         for tensor, view in zip(self.tensors, self.views(vectors), strict=True):
             real = as_real(tensor)
+            memory = (real.data_ptr(), real.shape, real.stride())
+            if memory in moved or not real.numel():
+                continue
+            moved.add(memory)
             if real.dtype == view.dtype:
                 real.add_(view)
             else:

@@ -56,6 +56,9 @@ class Options:
             raise ArgumentError(
                 "total", None, "give the length of the training, for the cool-down to begin before its end"
             )
+        for number, every, wait in self.rhythm or ():
+            if number < 0 or every < 1 or not 0 <= wait <= every:
+                raise ArgumentError("rhythm", (number, every, wait), "give a record that daso.rhythm was")
         if self.mode == "paper":
             self._check_paper()
         elif self.rhythm is not None and self.every is not None:

@@ -17,6 +17,7 @@ _FIRST = 4
 _KEEP = 0.25
 """How far below the next whole step a transfer must fall before waiting is shortened."""
 _MOST_EVERY = 256
+_STALL = 4.0
 _MOST_WORK = 0.05
 """Share of a step that exchanges may take by the work they are, which being rarer makes up for."""
 _BETTER = 0.95
@@ -141,10 +142,11 @@ class Rhythm:
         if not figures.compute > 0:
             return self.wait
         now = figures.seconds / figures.compute
-        self.ratio = now if math.isnan(self.ratio) else (self.ratio + now) / 2
+        # One that took many times as long as usual is a stall, not the network.
+        self.ratio = now if math.isnan(self.ratio) else (self.ratio + min(now, _STALL * max(self.ratio, 1.0))) / 2
         if self.wait - 1 - _KEEP < self.ratio <= self.wait and self.changes[-1][0] > 0:
             return self.wait
-        return max(1, math.ceil(self.ratio))
+        return max(1, min(_MOST_EVERY, math.ceil(self.ratio)))
 
     def _steps_of_work(self, figures: Figures) -> int:
         """Steps among which the work of an exchange is to be spread."""
@@ -159,7 +161,7 @@ class Rhythm:
         """Steps between exchanges, at least as many as a transfer takes."""
         if self.options.pace == "lr" and figures.lr > 0:
             self.peak_lr = max(self.peak_lr, figures.lr)
-            return min(_MOST_EVERY, round(least * (self.peak_lr / figures.lr) ** 2))
+            return max(least, min(_MOST_EVERY, round(least * (self.peak_lr / figures.lr) ** 2)))
         if self.options.pace == "plateau" and self.plateau.see(figures.loss):
             self.slack = self.slack // 2 or _FIRST
         return least * max(1, self.slack)

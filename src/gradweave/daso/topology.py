@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradweave.compat import group_count
 from gradweave.errors import ArgumentError
 
 DIMENSIONS = ("node", "local")
@@ -96,31 +97,51 @@ class Groups:
         self._topology = topology
         self._timeout = timeout
         self._backend = "gloo" if device.type == "cpu" else None
-        everyone = [rank for members in topology.ranks for rank in members]
+        everyone = tuple(rank for members in topology.ranks for rank in members)
+        self._alone_suffices = len(everyone) > 1 and _counts_agree(everyone)
         self.everyone: ProcessGroup | None = None
         self.mates: ProcessGroup | None = None
         self.control: ProcessGroup | None = None
         self.across: ProcessGroup | None = None
         if len(everyone) > 1:
-            self.everyone = self._new(everyone, node_timeout)
+            self.everyone = self._new([everyone], node_timeout)
         if topology.places > 1:
-            own = topology.ranks[topology.node]
-            self.mates = self._new(own, node_timeout)
+            self.mates = self._new(topology.ranks, node_timeout)
             self.control = self.mates
             if self._backend is None and dist.get_backend(self.mates) != "gloo":
-                self.control = self._new(own, node_timeout, backend="gloo")
-        self.regroup(range(topology.nodes))
+                self.control = self._new(topology.ranks, node_timeout, backend="gloo")
+        if topology.nodes > 1:
+            self.across = self._new(list(zip(*topology.ranks, strict=True)), timeout)
 
     def regroup(self, nodes: Sequence[int]) -> None:
-        """Makes the group between nodes anew, of those that are alive."""
+        """Makes the group between nodes anew, of those that are alive; only these take part."""
         self.across = None
+        self._alone_suffices = True
         if len(nodes) > 1:
-            self.across = self._new([self._topology.ranks[node][self._topology.place] for node in nodes], self._timeout)
+            self.across = self._new(
+                [[self._topology.ranks[node][self._topology.place] for node in nodes]], self._timeout
+            )
 
-    def _new(self, ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
-        group = dist.new_group(
-            list(ranks), timeout=timeout, backend=backend or self._backend, use_local_synchronization=True
-        )
-        if not isinstance(group, ProcessGroup):
+    def _new(self, families: Sequence[Sequence[int]], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
+        """The group of this rank, out of several that do not overlap."""
+        own = None
+        for ranks in families:
+            if self._alone_suffices and self._topology.rank not in ranks:
+                continue
+            group = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend or self._backend,
+                use_local_synchronization=self._alone_suffices,
+            )  # fmt: skip
+            own = group if self._topology.rank in ranks else own
+        if not isinstance(own, ProcessGroup):
             raise ArgumentError("mesh", self._topology.ranks, f"rank {self._topology.rank} is not in it")
-        return group
+        return own
+
+
+def _counts_agree(everyone: Sequence[int]) -> bool:
+    """Whether ranks may make groups without the others: torch names them by how many a rank has made before."""
+    if len(everyone) < dist.get_world_size():
+        return True
+    counts: list[int | None] = [None] * len(everyone)
+    dist.all_gather_object(counts, group_count())
+    return len(set(counts)) == 1

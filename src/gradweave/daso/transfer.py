@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -33,53 +34,85 @@ class Transfer:
         self, number: int, sent: Sequence[torch.Tensor], group: ProcessGroup, agreement: Agreement, vote: Vote
     ) -> None:
         self.began = self.ended = time.perf_counter()
-        self.total = [vector.clone() for vector in sent]
         self._sent = sent
         self._number = number
         self._agreement = agreement
         self._vote = vote
         self._works: list[dist.Work | None] = []
         self._begun = True
-        try:
-            for chunk in chunks(self.total):
-                self._works.append(dist.all_reduce(chunk, group=group, async_op=True))
-        except RuntimeError:
-            self._begun = False
+        self._aside = _Aside(sent)
+        with self._aside.entered():
+            self.total = [vector.clone() for vector in sent]
+            try:
+                for chunk in chunks(self.total):
+                    self._works.append(dist.all_reduce(chunk, group=group, async_op=True))
+            except RuntimeError:
+                self._begun = False
         self._asked = Asked(self._attend, patience=agreement.patience, name=f"gradweave exchange {number}")
 
     def _attend(self) -> Verdict:
-        arrived = self._begun and self._arrive()
-        figures = self._vote.figures
-        if arrived:
-            figures = replace(figures, seconds=self.ended - self.began)
-        vote = replace(self._vote, arrived=arrived, finite=all_finite(self._sent), figures=figures)
+        with self._aside.again():
+            arrived = self._begun and self._arrive()
+            vote = replace(self._vote, arrived=arrived, finite=all_finite(self._sent))
+            if arrived:
+                figures = replace(self._vote.figures, seconds=self.ended - self.began)
+                vote = replace(vote, holds=all_finite(self.total), figures=figures)
         return self._agreement.vote(self._number, vote)
 
     def _arrive(self) -> bool:
         try:
-            if self.total and self.total[0].is_cuda:
-                with torch.cuda.device(self.total[0].device):
-                    self._wait()
-                    torch.cuda.current_stream().synchronize()
-            else:
-                self._wait()
+            for work in self._works:
+                if work is not None:
+                    work.wait()
+            self._aside.synchronize()
         except RuntimeError:
             return False
         self.ended = time.perf_counter()
         return True
 
-    def _wait(self) -> None:
-        """With NCCL this only makes the current stream wait."""
-        for work in self._works:
-            if work is not None:
-                work.wait()
-
     def result(self) -> Verdict:
         """Waits for the verdict of all nodes; behind it, the sum may be used on the current stream."""
         verdict = self._asked.answer()
-        if verdict.counted:
-            self._wait()
+        self._aside.join(self.total)
         return verdict
+
+
+class _Aside:
+    """A stream of its own for a transfer on a GPU, on which waiting for it holds up nothing else."""
+
+    def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
+        self._device = vectors[0].device if vectors and vectors[0].is_cuda else None
+        self._stream = None if self._device is None else torch.cuda.Stream(self._device)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """From the thread that has made what is sent."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self.again():
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """From any thread, later."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
+
+    def synchronize(self) -> None:
+        """Waits for what was asked of the stream so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def join(self, vectors: Sequence[torch.Tensor]) -> None:
+        """Lets the current stream use what was made here."""
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for vector in vectors:
+                vector.record_stream(current)
 
 
 def chunks(vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
