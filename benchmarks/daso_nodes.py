@@ -30,7 +30,7 @@ from gradweave.compare.run import environment
 from gradweave.schedule import network
 
 TARGET = 0.975
-LRS = (0.1, 0.2, 0.3)
+LRS = (0.2, 0.3, 0.4)
 TUNING_SEED, SEEDS = 100, range(5)
 EPOCHS, BATCH, WIDTH = 6, 256, 512
 MEGABITS = 700.0
@@ -202,19 +202,35 @@ def scale(results: Path) -> None:
     append(results, rows)
 
 
+def raced(results: Path) -> dict[str, list[dict[str, str]]]:
+    """The rows of each way with the learning rate that was tuned for it."""
+    best, rows = tuned(results), read(results)
+    return {
+        way: [row for row in rows if row["kind"] == "race" and row["way"] == way and float(row["lr"]) == best[way]]
+        for way in WAYS
+    }
+
+
 def draw(results: Path) -> None:
-    """Accuracy and time of each way, as a picture beside the results."""
+    """Accuracy and time of each way, as a table on the terminal and as a picture beside the results."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in read(results) if row["kind"] == "race"]
     figure, axis = plt.subplots(figsize=(8, 4))
-    for number, way in enumerate(WAYS):
-        own = [float(row["seconds_to_target"]) for row in rows if row["way"] == way]
-        axis.barh(number, statistics.median(own), color="tab:green" if way == "daso" else "tab:gray", alpha=0.6)
-        axis.plot(own, [number] * len(own), "k.", markersize=4)
+    print("| way | lr | seconds to target, median (range) | final accuracy, mean | milliseconds per step |")
+    print("|---|---|---|---|---|")
+    for number, (way, rows) in enumerate(raced(results).items()):
+        times = sorted(float(row["seconds_to_target"]) for row in rows if row["seconds_to_target"] != "nan")
+        shown = f"{statistics.median(times):.2f} ({times[0]:.2f} to {times[-1]:.2f})" if times else "never"
+        shown += "" if len(times) == len(rows) else f", reached by {len(times)} of {len(rows)}"
+        accuracy = statistics.fmean(float(row["final_accuracy"]) for row in rows)
+        step = statistics.median(1e3 * float(row["seconds"]) / float(row["steps"]) for row in rows)
+        print(f"| `{way}` | {rows[0]['lr']} | {shown} | {100 * accuracy:.2f}% | {step:.1f} |")
+        if len(times) == len(rows):
+            axis.barh(number, statistics.median(times), color="tab:green" if way == "daso" else "tab:gray", alpha=0.6)
+        axis.plot(times, [number] * len(times), "k.", markersize=4)
     axis.set_yticks(range(len(WAYS)), list(WAYS))
     axis.invert_yaxis()
     axis.set_xlabel(f"seconds of training until {100 * TARGET:.1f}% of MNIST's test images are known (dots: seeds)")

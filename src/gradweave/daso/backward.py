@@ -39,9 +39,9 @@ class BackwardWatch:
         return bool(late)
 
     def notice(self, params: Iterable[torch.Tensor]) -> bool:
-        """Takes all gradients that are there for new; says whether there are any."""
+        """Looks for gradients that no backward has brought; says whether there are any, or any left over."""
         self.refresh(params)
-        self._fresh.update(id(p) for p in params if p.requires_grad and p.grad is not None)
+        self._fresh.update(id(p) for p in params if p.grad is not None and not getattr(p.grad, _SEEN, False))
         return bool(self._fresh)
 
     def _accumulated(self, p: torch.Tensor) -> None:
@@ -76,10 +76,12 @@ class BackwardWatch:
         return flags
 
     def remember(self, params: Iterable[torch.Tensor]) -> None:
-        """Marks a gradient, to find out later whether it has been cleared."""
-        self._sentinel = next((p for p in params if p.grad is not None), None)
-        if self._sentinel is not None:
-            setattr(self._sentinel.grad, _SEEN, True)
+        """Marks gradients, to find out later whether they have been cleared."""
+        self._sentinel = None
+        for p in params:
+            if p.grad is not None:
+                setattr(p.grad, _SEEN, True)
+                self._sentinel = self._sentinel if self._sentinel is not None else p
 
     @property
     def cleared(self) -> bool:
