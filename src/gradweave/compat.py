@@ -435,6 +435,13 @@ def scaler_tensors(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Te
     return scaler._scale, scaler._growth_tracker  # type: ignore[return-value]
 
 
+def ready_scaler_tensors(scaler: torch.amp.GradScaler, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, made if nothing was scaled yet."""
+    if scaler._scale is None:
+        scaler._lazy_init_scale_growth_tracker(device)
+    return scaler_tensors(scaler)
+
+
 def compile_lock() -> AbstractContextManager[Any]:
     """Held while something is traced or compiled, here and by Dynamo: torch keeps that state in globals."""
     from torch._dynamo.convert_frame import compile_lock as lock

@@ -490,6 +490,50 @@ def compiled(*, steps):
     return weights_of(model), daso.steps
 
 
+def save_behind_a_skip(*, folder):
+    """One node leaves a step out at which an exchange is due; all save right behind it, and go on or resume."""
+    results = []
+    for interrupted in (False, True):
+        model, opt = setting()
+        daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        for step in range(8):
+            loss = loss_of(model, dist.get_rank(), step)
+            scaler.scale(loss * float("inf") if dist.get_rank() >= 2 and step == 4 else loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+            if interrupted and step == 4:
+                path = Path(folder) / f"skip-{dist.get_rank()}.pt"
+                torch.save({"m": model.state_dict(), "o": opt.state_dict(), "d": daso.state_dict()}, path)
+                dist.barrier()
+                daso.detach()
+                model, opt = setting()
+                daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
+                loaded = torch.load(path)
+                model.load_state_dict(loaded["m"])
+                opt.load_state_dict(loaded["o"])
+                daso.load_state_dict(loaded["d"])
+        results.append(weights_of(model))
+        daso.finish()
+        results.append(weights_of(model))
+    return results
+
+
+def uneven_skip():
+    """The last batch that all ranks have is left out, and some ranks have one more."""
+    model, opt = setting()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with DASO(model, opt, timeout=TIMEOUT, every=2, wait=1, scaler=scaler):
+        for step in range([5, 6, 5, 5][dist.get_rank()]):
+            loss = loss_of(model, dist.get_rank(), step)
+            scaler.scale(loss * float("inf") if step == 4 else loss).backward()
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+    return weights_of(model)
+
+
 def new_parameters():
     """A layer that comes in late, with other values on every rank."""
     model, opt = setting()
@@ -515,9 +559,13 @@ def without_backward(*, how):
                 loss.backward()
         else:
             for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
-                p.grad = g
+                if p.grad is None or how == "grad":
+                    p.grad = g
+                else:
+                    p.grad.copy_(g)
         opt.step()
-        opt.zero_grad()
+        if how != "in place":
+            opt.zero_grad()
     counted = daso.steps
     daso.finish()
     return weights_of(model), counted
@@ -529,9 +577,10 @@ def several_backwards():
     daso = DASO(model, opt, timeout=TIMEOUT, every=1, wait=1)
     for step in range(8):
         loss = loss_of(model, dist.get_rank(), step)
-        for _ in range(2):
-            loss.backward(retain_graph=True)
-            opt.zero_grad()
+        with daso.no_sync():
+            for _ in range(2):
+                loss.backward(retain_graph=True)
+                opt.zero_grad()
         loss.backward()
         opt.step()
         opt.zero_grad()

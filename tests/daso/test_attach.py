@@ -167,7 +167,11 @@ def test_parameters_that_were_not_there_at_the_start(two_by_two):
     assert same_everywhere(two_by_two.run("new_parameters"), None)
 
 
-@pytest.mark.parametrize("how", ["no_sync", "grad"])
+def test_a_step_left_out_before_some_ranks_run_out(two_by_two):
+    assert same_everywhere(two_by_two.run("uneven_skip"), None)
+
+
+@pytest.mark.parametrize("how", ["no_sync", "grad", "in place"])
 def test_gradients_without_a_backward_are_averaged_when_the_step_begins(two_by_two, how):
     found = two_by_two.run("without_backward", how=how)
     plain = two_by_two.run("train", steps=6, every=2, wait=1)

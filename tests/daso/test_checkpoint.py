@@ -41,6 +41,14 @@ def test_resuming_with_layers_that_were_unfrozen_on_the_way(two_by_two, tmp_path
         assert torch.equal(whole, resumed)
 
 
+def test_resuming_behind_a_step_that_one_node_left_out(two_by_two, tmp_path):
+    found = two_by_two.run("save_behind_a_skip", folder=str(tmp_path))
+    assert all(torch.equal(found[0][1], end) for _, end, _, _ in found.values())
+    for whole, end, resumed, resumed_end in found.values():
+        assert torch.equal(whole, resumed)
+        assert torch.equal(end, resumed_end)
+
+
 def test_checkpoints_of_different_steps_do_not_mix(two_by_two):
     found = two_by_two.run("resume_misfit")
     assert {steps for _, steps, _ in found.values()} == {4}

@@ -144,7 +144,7 @@ class Agreement:
             verdict = json.loads(self._store.get(f"{key}/verdict"))
         verdict["figures"] = Figures(**verdict["figures"])
         counted = Verdict(**{**verdict, "alive": self.alive})
-        return counted if counted.counted else Verdict(False, alive=self.roll_call())
+        return counted if counted.counted else Verdict(False, alive=self.roll_call()[0])
 
     def _count(self, key: str) -> Verdict:
         votes = {node: json.loads(self._store.get(f"{key}/{node}")) for node in self.alive}
@@ -173,19 +173,21 @@ class Agreement:
         """Votes from now on where nobody has voted yet."""
         self._store = store
 
-    def roll_call(self, timeouts: int = 1) -> tuple[int, ...]:
-        """Finds out which nodes are still there: those that answer in time."""
+    def roll_call(self, step: int = 0, *, timeouts: int = 1) -> tuple[tuple[int, ...], int]:
+        """Finds out which nodes are still there, those that answer in time, and the latest step one of them is at."""
         key = f"generation/{self._generation}"
         with _lost_store():
-            self._store.set(f"{key}/{self._node}", "here")
+            self._store.set(f"{key}/{self._node}", str(step))
 
             def all_here() -> bool:
                 return self._store.check([f"{key}/verdict"]) or self._store.check([f"{key}/{n}" for n in self.alive])
 
             self._wait(all_here, timeouts)
             here = [node for node in self.alive if self._store.check([f"{key}/{node}"])]
-            self._store.compare_set(f"{key}/verdict", "", json.dumps(here))
-            return tuple(json.loads(self._store.get(f"{key}/verdict")))
+            latest = max(int(self._store.get(f"{key}/{node}")) for node in here)
+            self._store.compare_set(f"{key}/verdict", "", json.dumps([here, latest]))
+            here, latest = json.loads(self._store.get(f"{key}/verdict"))
+        return tuple(here), latest
 
     def regrouped(self, alive: Sequence[int]) -> None:
         """Told, on every rank, that from now on these nodes take part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat import copy_all, default_store, part_of_default_store, scaler_tensors
+from gradweave.compat import copy_all, default_store, part_of_default_store, ready_scaler_tensors
 from gradweave.daso import checkpoint
 from gradweave.daso.agreement import Agreement
 from gradweave.daso.backward import BackwardWatch
@@ -31,7 +32,7 @@ from gradweave.daso.rhythm import PaperRhythm, Rhythm
 from gradweave.daso.rules import DeltaRule, PaperRule
 from gradweave.daso.topology import Groups, Topology
 from gradweave.daso.transfer import chunks
-from gradweave.errors import LostNodeError
+from gradweave.errors import GradweaveError, LostNodeError
 from gradweave.marks import mark_daso
 from gradweave.schedule import Timeline, save_timelines
 
@@ -103,13 +104,11 @@ class DASO:
         self._pending = False
         self._stepping = False
         self._steps = 0
-        self._owed = 0
-        """Steps that were left out, and whose end waits for one that is not: weights may be in use until then."""
         self._losses: list[torch.Tensor] = []
         self._loss = math.nan
-        device = next((p.device for p in self._params()), torch.device("cpu"))
+        self._device = next((p.device for p in self._params()), torch.device("cpu"))
         self._groups = Groups(
-            self._topology, device, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
+            self._topology, self._device, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
         )
         check_same(self._params(), self._topology, self._groups)
         self._mates = Mates(self._topology, self._groups)
@@ -138,6 +137,8 @@ class DASO:
             weights=self._weights,
             buffers=Layout(b for name, b in self._model.named_buffers() if _is_running(name)),
             state=self._optimizer_state,
+            scaling=self._scaling,
+            settled=self._settled,
             lr=lambda: float(self._optimizer.param_groups[0].get("lr", math.nan)),
             continues=options.on_failure == "continue",
             averages_gradients=self._averages and not paper,
@@ -166,15 +167,35 @@ class DASO:
         return everything_trained(self._model, self._optimizer)
 
     def _optimizer_state(self) -> Layout:
-        """Tensors of the optimizer's state that belong to single weights: moments, not step counts; and a scale."""
+        """Tensors of the optimizer's state that belong to single weights: moments, not step counts."""
         tensors: list[torch.Tensor] = []
         for p in chain(*(group["params"] for group in self._optimizer.param_groups)):
             state = self._optimizer.state.get(p, {})
             moments = [state[key] for key in sorted(state) if key != "step"]
             tensors += [m for m in moments if isinstance(m, torch.Tensor) and m.shape == p.shape]
-        if self._scaler is not None and self._scaler.is_enabled():
-            tensors.append(scaler_tensors(self._scaler)[0])
         return Layout(tensors)
+
+    def _scaling(self) -> Layout:
+        """The scale of losses, which nodes must have the same of before they average scaled gradients."""
+        if self._scaler is None or not self._scaler.is_enabled():
+            return Layout()
+        return Layout([ready_scaler_tensors(self._scaler, self._device)[0]])
+
+    def _scale(self) -> float:
+        return float(self._scaling().tensors[0]) if self._scaling().tensors else 1.0
+
+    def _settled(self) -> None:
+        """Told where nodes have been made the same: their scales are to grow together, too."""
+        if self._scaling().tensors and self._scaler is not None:
+            ready_scaler_tensors(self._scaler, self._device)[1].zero_()
+
+    @torch.no_grad()
+    def _rescale(self, before: float) -> None:
+        """Gradients that were scaled before nodes agreed on a scale."""
+        if self._scale() != before:
+            for p in self._weights.tensors:
+                if p.grad is not None:
+                    p.grad.mul_(self._scale() / before)
 
     @torch.no_grad()
     def share_from_first_rank(self) -> None:
@@ -194,11 +215,9 @@ class DASO:
     def _backward_ended(self) -> None:
         if self._pending and self._watch.cleared and not self._stepping:
             # A step has been left out, as gradient scaling does.
-            step = self._steps + self._owed
-            if self._exchange.together(step) or self._exchange.together(step + 1):
-                self._end_steps()
-            else:
-                self._pending, self._owed = False, self._owed + 1
+            before = self._scale()
+            self._tick()
+            self._rescale(before)
         with self._leaving_a_checkpoint():
             params = self._params()
             self._watch.refresh(params)
@@ -210,6 +229,10 @@ class DASO:
     def _take_in(self, params: Sequence[torch.Tensor]) -> None:
         """Parameters that are trained from now on; those that were not there at the start must become the same."""
         new = [p for p in params if id(p) not in self._known]
+        grown = any(p.requires_grad and p not in self._weights for p in params)
+        if (new or grown) and self._mates.uneven:
+            what = "parameters cannot come in once a rank has run out of batches; give all ranks as many"
+            raise GradweaveError(what)
         if new:
             self._known.update(id(p) for p in new)
             self._exchange.share_new(new, self._steps)
@@ -224,7 +247,7 @@ class DASO:
             params: All there are, trained or not.
             flags: For each of them, whether it has a new gradient.
         """
-        across = self._exchange.averages_gradients(self._steps + self._owed)
+        across = self._exchange.averages_gradients(self._steps)
         if not self._averages or (self._mates.alone and not across):
             return
         vectors, active = self._weights.pack([p.grad for p in self._weights.tensors]), 1
@@ -253,6 +276,11 @@ class DASO:
         self._stepping = True
         if not self._pending and self._watch.notice(self._params()) and self._moves():
             # Gradients that came without a backward, or only with ones inside of no_sync().
+            if self._scaler is not None:
+                what = (
+                    "a GradScaler has looked at gradients that are not averaged yet: leave the last backward of a step "
+                )
+                raise GradweaveError(what + "out of no_sync()")
             self._backward_ended()
 
     def _moves(self) -> bool:
@@ -261,17 +289,13 @@ class DASO:
 
     def _step_ended(self, *_: Any) -> None:
         self._stepping = False
+        self._watch.remember(self._weights.tensors)
         if self._pending:
-            self._end_steps()
-
-    def _end_steps(self) -> None:
-        """Ends those that are owed, and the one that is pending."""
-        for _ in range(self._owed + self._pending):
             self._tick()
-        self._owed, self._pending = 0, False
 
     def _tick(self) -> None:
         """The end of a training step."""
+        self._pending = False
         self._exchange.record.stepped()
         with self._leaving_a_checkpoint():
             step = self._steps
@@ -299,7 +323,8 @@ class DASO:
         if loss is not None:
             self._loss = float(loss)
         if self._options.mode == "paper":
-            self._end_steps()
+            if self._pending:
+                self._tick()
             with self._leaving_a_checkpoint():
                 if not self._mates.alone:
                     loss_sum = torch.tensor([self._loss], dtype=torch.float64)
@@ -344,7 +369,8 @@ class DASO:
         if self._detached:
             return
         with self._leaving_a_checkpoint():
-            self._end_steps()
+            if self._pending:
+                self._tick()
             self._wait_for_mates()
             self._wait_for_nodes()
         self.detach()
@@ -419,8 +445,10 @@ class DASO:
 
         Save it on every rank, together with the model's and the optimizer's.
         """
+        if self._pending and self._watch.cleared:
+            self._tick()
         state = checkpoint.save(self._exchange, self._topology, self._params(), self._weights)
-        return {**state, "steps": self._steps, "pending": self._pending, "owed": self._owed}
+        return {**state, "steps": self._steps, "pending": self._pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where a checkpoint was taken; all ranks must call it, behind loading model and optimizer.
@@ -429,19 +457,20 @@ class DASO:
         nodes it goes on with what the first rank has loaded.
         """
         fits = checkpoint.fits(state, self._topology, self._groups)
-        self._steps, self._pending, self._owed = state["steps"], state["pending"], state["owed"]
+        self._steps, self._pending = state["steps"], state["pending"]
         self._agreement.use(self._store())
         if fits:
             checkpoint.check_weights(state, self._params())
             checkpoint.load(self._exchange, state, self._params(), self._weights)
             self._exchange.drop_failed(self._steps)
             return
+        what = "checkpoints of other nodes, or of different steps: all ranks go on with what the first one has loaded"
+        announce(what, level=logging.WARNING)
         checkpoint.merge_alone(self._exchange, state, self._params(), self._weights)
         if self._groups.everyone is not None:
-            own = (self._optimizer.state_dict(), self._exchange.state(), self._steps, self._pending, self._owed)
-            box: list[Any] = [own]
+            box: list[Any] = [(self._optimizer.state_dict(), self._exchange.state(), self._steps, self._pending)]
             dist.broadcast_object_list(box, self._topology.ranks[0][0], group=self._groups.everyone)
-            optimizer, exchange, self._steps, self._pending, self._owed = box[0]
+            optimizer, exchange, self._steps, self._pending = box[0]
             if not self._is_first:
                 self._optimizer.load_state_dict(optimizer)
             self._exchange.take(exchange)

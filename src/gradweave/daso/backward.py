@@ -41,7 +41,7 @@ class BackwardWatch:
     def notice(self, params: Iterable[torch.Tensor]) -> bool:
         """Looks for gradients that no backward has brought; says whether there are any, or any left over."""
         self.refresh(params)
-        self._fresh.update(id(p) for p in params if p.grad is not None and not getattr(p.grad, _SEEN, False))
+        self._fresh.update(id(p) for p in params if p.grad is not None and _mark(p.grad) != p.grad._version)
         return bool(self._fresh)
 
     def _accumulated(self, p: torch.Tensor) -> None:
@@ -76,20 +76,24 @@ class BackwardWatch:
         return flags
 
     def remember(self, params: Iterable[torch.Tensor]) -> None:
-        """Marks gradients, to find out later whether they have been cleared."""
+        """Marks gradients, to find out later whether they have been cleared, or written by somebody else."""
         self._sentinel = None
         for p in params:
             if p.grad is not None:
-                setattr(p.grad, _SEEN, True)
+                setattr(p.grad, _SEEN, p.grad._version)
                 self._sentinel = self._sentinel if self._sentinel is not None else p
 
     @property
     def cleared(self) -> bool:
         """Whether gradients have been cleared since the last backward; in place counts as not."""
-        return self._sentinel is None or not getattr(self._sentinel.grad, _SEEN, False)
+        return self._sentinel is None or _mark(self._sentinel.grad) is None
 
     def detach(self) -> None:
         """Watches no longer."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
+
+
+def _mark(gradient: torch.Tensor | None) -> int | None:
+    return getattr(gradient, _SEEN, None)

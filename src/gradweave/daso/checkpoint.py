@@ -56,7 +56,7 @@ def fits(state: dict[str, Any], topology: Topology, groups: Groups) -> bool:
     if groups.everyone is None:
         return bool(own)
     answers: list[Any] = [None] * dist.get_world_size(groups.everyone)
-    counters = [state["steps"], state["pending"], state["owed"], *(state["exchange"][name] for name in COUNTERS)]
+    counters = [state["steps"], state["pending"], *(state["exchange"][name] for name in COUNTERS)]
     dist.all_gather_object(answers, (own, counters), group=groups.everyone)
     return all(answer == (True, answers[0][1]) for answer in answers)
 

@@ -39,6 +39,8 @@ class Setup:
         weights: Those that are trained.
         buffers: Running statistics.
         state: The optimizer's state at present.
+        scaling: The scale of losses, if there is one.
+        settled: Called when all nodes have been made the same.
         lr: The learning rate at present.
         continues: Whether to go on without nodes that are lost.
         averages_gradients: Whether gradients are averaged here, and not by a wrapper of the user's.
@@ -49,6 +51,8 @@ class Setup:
     weights: Layout
     buffers: Layout
     state: Callable[[], Layout]
+    scaling: Callable[[], Layout]
+    settled: Callable[[], None]
     lr: Callable[[], float]
     continues: bool
     averages_gradients: bool
@@ -106,6 +110,8 @@ class Exchange:
         self.all_done = False
         self._idle = False
         """Whether this node, which is done, has sent what it had."""
+        self._from_step = 0
+        """Where a node was lost, nodes may be a step apart: none averages gradients before this one."""
         self._behind = False
         """Whether others have trained on together since, so that its weights are of no use."""
 
@@ -120,7 +126,7 @@ class Exchange:
 
     def averages_gradients(self, step: int) -> bool:
         """Whether they average gradients, rather than weights."""
-        return self.together(step) and self._setup.averages_gradients
+        return self.together(step) and self._setup.averages_gradients and step >= self._from_step
 
     def involves_mates(self, step: int) -> bool:
         """Whether something happens at the end of a step that all ranks of the node have part in."""
@@ -177,7 +183,8 @@ class Exchange:
         place = self.rotation % self._topology.places
         self.rotation += 1
         sent = narrow(setup.rule.payload(setup.weights), None if wide else setup.payload) + setup.buffers.pack()
-        self._idle = self.done
+        if wide:
+            sent += setup.scaling().pack()
         weights = len(setup.weights.tensors)
         return self._begin(Flight(self.number, place, step, step + wait, staleness, sent, weights), counts)
 
@@ -201,6 +208,7 @@ class Exchange:
         verdict, total = self._arrive(flight, step)
         if verdict.counted:
             self.apply(flight, verdict, total, settle=settle)
+            self._idle = self.done
             self.record.merged()
             self.all_done = verdict.done
             self.rhythm.merged(flight.number, verdict.figures)
@@ -214,12 +222,16 @@ class Exchange:
         setup, contributing = self._setup, max(1, verdict.contributing)
         if verdict.contributing:
             layout = setup.weights.first(flight.weights)
-            count = len(flight.sent) - len(setup.buffers.zeros())
+            weights, buffers = len(layout.zeros()), len(setup.buffers.zeros())
             if settle:
-                setup.rule.settle(layout, total[:count], contributing)
+                setup.rule.settle(layout, total[:weights], contributing)
             else:
-                setup.rule.merge(layout, flight.sent[:count], total[:count], contributing, flight.staleness)
-            setup.buffers.store([vector.div(contributing) for vector in total[count:]])
+                setup.rule.merge(layout, flight.sent[:weights], total[:weights], contributing, flight.staleness)
+            means = [vector.div(contributing) for vector in total[weights:]]
+            setup.buffers.store(means[:buffers])
+            if means[buffers:]:
+                setup.scaling().store(means[buffers:])
+                setup.settled()
 
     def _arrive(self, flight: Flight, step: int) -> tuple[Verdict, list[torch.Tensor]]:
         """The verdict and the sum of a flight, on all ranks of the node; deals with a failure."""
@@ -297,15 +309,17 @@ class Exchange:
             except RuntimeError:
                 try:
                     # Others may have had the sum, and notice only in their next step.
-                    call = partial(self._agreement.roll_call, timeouts=2)
+                    call = partial(self._agreement.roll_call, step, timeouts=2)
                     asked = Asked(call, patience=self._agreement.patience, name="gradweave roll call")
-                    alive = [float(node) for node in asked.answer()]
+                    here, latest = asked.answer()
+                    alive = [float(latest), *map(float, here)]
                 except LostNodeError:
-                    alive = [float(self._topology.nodes)]
-        told = [node for node in self._mates.tell(alive, self._topology.nodes, 0, step) if node >= 0]
+                    alive = [float(step)]
+        told = [number for number in self._mates.tell(alive, 1 + self._topology.nodes, 0, step) if number >= 0]
         self.record.waited(time.perf_counter() - began)
         if told:
-            here = tuple(int(node) for node in told if node < self._topology.nodes)
+            self._from_step = int(told[0]) + 1
+            here = tuple(int(node) for node in told[1:])
             self._fail(Verdict(False, alive=here), step, step)
             return None
         self._mates.share(sums, 0, step)

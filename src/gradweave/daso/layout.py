@@ -35,6 +35,9 @@ class Layout:
             self._members.setdefault(_wide(tensor), []).append(tensor)
         return len(self.tensors) > before
 
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._known
+
     @property
     def numel(self) -> int:
         """Elements of all vectors together."""
