@@ -473,8 +473,8 @@ def default_store() -> Any:
 
 
 def part_of_default_store(name: str) -> Any:
-    """The same store, with keys of its own."""
-    return torch.distributed.PrefixStore(name, default_store())  # type: ignore[attr-defined]
+    """The same store, with keys of its own, over a connection on which waiting holds up nobody else."""
+    return torch.distributed.PrefixStore(name, default_store().clone())  # type: ignore[attr-defined]
 
 
 def group_count() -> int:

@@ -13,12 +13,14 @@ from gradweave.errors import ArgumentError
 
 @pytest.fixture(scope="module")
 def comparison():
-    return compare(Setting(WORKLOADS["autoencoder"], batch=64), ["loop", "hook", "backward", "forward"], steps=40)
+    return compare(
+        Setting(WORKLOADS["autoencoder"], batch=64), ["loop", "hook", "backward", "forward", "daso"], steps=40
+    )
 
 
 def test_every_mode_is_measured_beside_the_baseline_and_itself(comparison):
     labels = [result.label for result in comparison.results]
-    assert labels == ["fused", "fused (again)", "loop", "hook", "backward", "forward"]
+    assert labels == ["fused", "fused (again)", "loop", "hook", "backward", "forward", "daso"]
     for result in comparison.results:
         assert result.milliseconds[0] <= result.milliseconds[1] <= result.milliseconds[2]
         assert result.speedup.low <= result.speedup.value <= result.speedup.high
@@ -31,7 +33,7 @@ def test_every_mode_is_measured_beside_the_baseline_and_itself(comparison):
 
 def test_woven_modes_give_identical_weights_and_losses(comparison):
     results = {result.label: result for result in comparison.results}
-    for label in ("fused (again)", "backward", "forward", "hook"):
+    for label in ("fused (again)", "backward", "forward", "hook", "daso"):
         assert results[label].identical, label
         assert results[label].losses == results["fused"].losses
     assert len(results["fused"].losses) == 10 + 40 + 6

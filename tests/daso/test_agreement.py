@@ -23,11 +23,11 @@ def together(*calls):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return results
 
 
-def nodes(count, timeout=5.0):
+def nodes(count, timeout=15.0):
     store = dist.HashStore()
     return [Agreement(store, node=node, nodes=range(count), timeout=timeout) for node in range(count)]
 
@@ -50,7 +50,7 @@ def test_one_has_it_not_so_it_counts_for_nobody():
 
 
 def test_one_never_answers_so_it_is_lost_and_the_late_one_learns_of_it():
-    first, second, third = nodes(3, timeout=0.5)
+    first, second, third = nodes(3, timeout=4.0)
     verdicts = together(lambda: first.vote(0, Vote(True)), lambda: second.vote(0, Vote(True)))
     assert [(v.counted, v.alive) for v in verdicts] == [(False, (0, 1))] * 2
     late = third.vote(0, Vote(True))

@@ -104,7 +104,6 @@ def test_same_seed_same_weights_run_by_run(two_by_two):
 
 def test_a_recorded_rhythm_is_replayed_bit_for_bit(two_by_two):
     first = two_by_two.run("train", steps=30)
-    assert len(first[0]["rhythm"]) > 1
     again = two_by_two.run("train", steps=30, rhythm=first[0]["rhythm"])
     assert all(torch.equal(first[rank]["seen"], again[rank]["seen"]) for rank in first)
 

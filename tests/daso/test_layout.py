@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradweave.daso.layout import Layout, narrow
+from gradweave.daso.layout import Layout, Pool
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
 
@@ -41,13 +41,20 @@ def test_whole_numbers_stay_out_and_twice_is_once():
     assert not layout.extend([t])
 
 
-def test_missing_tensors_are_zeros_and_narrow_copies():
-    layout = Layout([torch.ones(2), torch.ones(3)])
-    (vector,) = layout.pack([None, torch.full((3,), 2.0)])
-    assert vector.tolist() == [0, 0, 2, 2, 2]
-    (half,) = narrow([vector], torch.bfloat16)
-    (same,) = narrow([vector], None)
-    assert half.dtype is torch.bfloat16
-    assert same.data_ptr() != vector.data_ptr()
+def test_missing_tensors_are_zeros():
+    layout, pool = Layout([torch.ones(2), torch.ones(3)]), Pool()
+    for _ in range(2):
+        (vector,) = layout.pack([None, torch.full((3,), 2.0)], pool=pool)
+        assert vector.tolist() == [0, 0, 2, 2, 2]
+        pool.give([vector.fill_(7.0)])
     with pytest.raises(ValueError, match="zip"):
         layout.pack([None])
+
+
+def test_a_pool_gives_what_it_was_given_and_never_twice():
+    pool = Pool()
+    (half,) = pool.copy([torch.ones(4)], torch.bfloat16)
+    assert (half.dtype, half.tolist()) == (torch.bfloat16, [1.0] * 4)
+    pool.give([half])
+    (again,), (other,) = pool.copy([torch.zeros(4)], torch.bfloat16), pool.copy([torch.zeros(4)], torch.bfloat16)
+    assert again.data_ptr() == half.data_ptr() != other.data_ptr()

@@ -58,10 +58,10 @@ def test_a_short_cut_is_sat_out(link, world, tmp_path):
 
 
 def test_a_longer_one_counts_for_nobody_and_both_go_on(link, world, tmp_path):
-    timers = [threading.Timer(1.0, link.cut), threading.Timer(8.5, link.restore)]
+    timers = [threading.Timer(1.0, link.cut), threading.Timer(10.5, link.restore)]
     for timer in timers:
         timer.start()
-    found = faults(world, tmp_path, 80, steps=40, timeout=5, on_failure="continue")
+    found = faults(world, tmp_path, 80, steps=40, timeout=8, on_failure="continue")
     assert [result["ended"] for result in found.values()] == ["through"] * 2
     assert all(result["failed"] >= 1 for result in found.values())
     assert torch.equal(found[0]["weights"], found[1]["weights"])
@@ -69,7 +69,7 @@ def test_a_longer_one_counts_for_nobody_and_both_go_on(link, world, tmp_path):
 
 def test_a_link_that_stays_cut_stops_both_sides(link, world, tmp_path):
     threading.Timer(1.0, link.cut).start()
-    found = faults(world, tmp_path, 60, steps=40, timeout=3)
+    found = faults(world, tmp_path, 60, steps=40, timeout=6)
     assert "rank 1 lost" in found[0]["ended"]
     assert "the node that hosts the store" in found[1]["ended"]
     for result in found.values():

@@ -16,7 +16,7 @@ def feed(rhythm, *figures):
 
 def test_as_many_steps_of_waiting_as_a_transfer_takes():
     assert feed(Rhythm(Options()), *[Figures(seconds=2.5, compute=1.0)] * 3) == (3, 3)
-    assert feed(Rhythm(Options()), *[Figures(seconds=0.2, compute=1.0)] * 3) == (1, 1)
+    assert feed(Rhythm(Options()), *[Figures(seconds=0.7, compute=1.0)] * 3) == (1, 1)
     assert feed(Rhythm(Options(every=8)), *[Figures(seconds=2.5, compute=1.0)] * 3) == (8, 3)
     assert feed(Rhythm(Options(wait=2)), *[Figures(seconds=9.0, compute=1.0)] * 3) == (2, 2)
     assert feed(Rhythm(Options(every=2)), *[Figures(seconds=9.0, compute=1.0)] * 3) == (2, 2)
@@ -29,9 +29,9 @@ def test_work_is_spread_over_enough_steps():
 
 def test_a_small_drift_changes_nothing_and_a_large_one_does():
     rhythm = Rhythm(Options())
-    feed(rhythm, *[Figures(seconds=1.95, compute=1.0)] * 2)
+    feed(rhythm, *[Figures(seconds=1.75, compute=1.0)] * 2)
     changes = len(rhythm.changes)
-    feed(rhythm, *[Figures(seconds=seconds, compute=1.0) for seconds in (1.8, 1.99, 1.7, 1.9)])
+    feed(rhythm, *[Figures(seconds=seconds, compute=1.0) for seconds in (1.6, 1.79, 1.5, 1.7)])
     assert len(rhythm.changes) == changes
     assert feed(rhythm, *[Figures(seconds=6.5, compute=1.0)] * 9) == (7, 7)
     assert feed(rhythm, *[Figures(seconds=0.5, compute=1.0)] * 9) == (1, 1)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from statistics import fmean
 from threading import Thread
 from typing import Generic, Protocol, TypeVar
@@ -35,6 +36,7 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...  # noqa: D102
     def add(self, key: str, amount: int) -> int: ...  # noqa: D102
     def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...  # noqa: D102
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...  # noqa: D102
     def delete_key(self, key: str) -> bool: ...  # noqa: D102
 
@@ -139,7 +141,9 @@ class Agreement:
             elif self._store.add(f"{key}/votes", 1) == len(self.alive):
                 self._judge(key, self._count(key))
                 self._forget(number - _KEPT)
-            if not self._wait(lambda: self._store.check([f"{key}/verdict"])):
+            try:
+                self._store.wait([f"{key}/verdict"], timedelta(seconds=self._timeout))
+            except RuntimeError:
                 self._judge(key, Verdict(False))
             verdict = json.loads(self._store.get(f"{key}/verdict"))
         verdict["figures"] = Figures(**verdict["figures"])
@@ -198,7 +202,7 @@ class Agreement:
         self._store.compare_set(f"{key}/verdict", "", json.dumps(asdict(verdict)))
 
     def _wait(self, ready: Callable[[], bool], timeouts: int = 1) -> bool:
-        """Polls, so that other threads may use the store meanwhile."""
+        """Polls, for what no single key tells."""
         deadline, pause = time.monotonic() + timeouts * self._timeout, _SHORTEST
         while not ready():
             if time.monotonic() > deadline:

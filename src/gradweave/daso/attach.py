@@ -250,7 +250,8 @@ class DASO:
         across = self._exchange.averages_gradients(self._steps)
         if not self._averages or (self._mates.alone and not across):
             return
-        vectors, active = self._weights.pack([p.grad for p in self._weights.tensors]), 1
+        pool, active = self._exchange.pool, 1
+        vectors = self._weights.pack([p.grad for p in self._weights.tensors], pool=pool)
         if not self._mates.alone:
             met = self._mates.gather(Call.BACKWARD, self._steps, flags, vectors, active=True)
             flags, active = met.flags, len(met.active)
@@ -264,6 +265,7 @@ class DASO:
         for p, _ in averaged:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         copy_all([as_real(p.grad) for p, _ in averaged if p.grad is not None], [mean for _, mean in averaged])
+        pool.give(vectors)
 
     def _average_across(
         self, vectors: list[torch.Tensor], flags: Sequence[int], active: int

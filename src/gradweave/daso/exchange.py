@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradweave.announce import announce
 from gradweave.daso.agreement import Agreement, Asked, Verdict, Vote
 from gradweave.daso.failures import stopped, who_is_lost, why_to_stop
-from gradweave.daso.layout import Layout, Vectors, narrow
+from gradweave.daso.layout import Layout, Pool, Vectors
 from gradweave.daso.mates import Mates
 from gradweave.daso.record import Record
 from gradweave.daso.rhythm import Figures, Phase, Rhythm
@@ -100,6 +100,7 @@ class Exchange:
         self._agreement = agreement
         self.rhythm = rhythm
         self.record = Record()
+        self.pool = Pool()
         self.flight: Flight | None = None
         self.number = 0
         self.rotation = 0
@@ -182,7 +183,9 @@ class Exchange:
         setup, counts = self._setup, not (self._idle or self._behind)
         place = self.rotation % self._topology.places
         self.rotation += 1
-        sent = narrow(setup.rule.payload(setup.weights), None if wide else setup.payload) + setup.buffers.pack()
+        whole = setup.rule.payload(setup.weights, self.pool)
+        sent = self.pool.copy(whole, None if wide else setup.payload) + setup.buffers.pack(pool=self.pool)
+        self.pool.give(whole)
         if wide:
             sent += setup.scaling().pack()
         weights = len(setup.weights.tensors)
@@ -194,20 +197,22 @@ class Exchange:
             flight.sent = [torch.zeros_like(vector) for vector in flight.sent]
         elif self._mates.uneven:
             self._mates.share(flight.sent, self._mates.active[0], flight.sent_at)
-        figures = Figures(
-            compute=self.record.step_seconds, loss=self.loss(), lr=self._setup.lr(), work=self.record.work
-        )
+        record = self.record
+        figures = Figures(record.vote_seconds, record.step_seconds, self.loss(), self._setup.lr(), record.work)
         if flight.place == self._topology.place and self._groups.across is not None:
             size = -1 if self._mates.uneven else self._setup.state().numel
             vote = Vote(True, contributes=counts, done=self.done, state=size, figures=figures)
             self.record.sent(sum(v.nbytes for v in flight.sent), len(self._agreement.alive))
-            flight.transfer = Transfer(flight.number, flight.sent, self._groups.across, self._agreement, vote)
+            flight.transfer = Transfer(
+                flight.number, flight.sent, self._groups.across, self._agreement, vote, self.pool
+            )
         return flight
 
     def _merge(self, flight: Flight, step: int, *, settle: bool = False) -> Verdict:
         verdict, total = self._arrive(flight, step)
         if verdict.counted:
             self.apply(flight, verdict, total, settle=settle)
+            self.pool.give([*flight.sent, *total])
             self._idle = self.done
             self.record.merged()
             self.all_done = verdict.done
@@ -226,7 +231,8 @@ class Exchange:
             if settle:
                 setup.rule.settle(layout, total[:weights], contributing)
             else:
-                setup.rule.merge(layout, flight.sent[:weights], total[:weights], contributing, flight.staleness)
+                sent = flight.sent[:weights]
+                setup.rule.merge(layout, sent, total[:weights], contributing, flight.staleness, self.pool)
             means = [vector.div(contributing) for vector in total[weights:]]
             setup.buffers.store(means[:buffers])
             if means[buffers:]:
@@ -252,10 +258,10 @@ class Exchange:
             return replace(verdict, counted=False), []
         total = flight.total or (flight.transfer.total if flight.transfer is not None else None)
         if total is None:
-            total = [torch.empty_like(vector) for vector in flight.sent]
+            total = [self.pool.take(len(vector), vector.dtype, vector.device) for vector in flight.sent]
         self._mates.share(total, flight.place, step)
         if flight.transfer is not None:
-            self.record.arrived(flight.transfer.began, flight.transfer.ended, step - flight.sent_at)
+            self.record.arrived(flight.transfer, step - flight.sent_at)
         return verdict, total
 
     def settle(self, step: int, *, final: bool = False) -> None:
@@ -299,7 +305,7 @@ class Exchange:
         device = vectors[0].device if vectors else torch.device("cpu")
         numbers = torch.tensor([*tail, float(self.done)], dtype=torch.float32, device=device)
         alive: list[float] = []
-        sums = narrow([*vectors, numbers], None)
+        sums = self.pool.copy([*vectors, numbers])
         began = time.perf_counter()
         if self._topology.place == 0 and self._groups.across is not None:
             try:
@@ -326,6 +332,7 @@ class Exchange:
         for vector, total in zip(vectors, sums, strict=False):
             vector.copy_(total)
         *rest, done = sums[-1].tolist()
+        self.pool.give(sums)
         self.all_done = round(done) == len(self._agreement.alive)
         return list(rest)
 

@@ -9,6 +9,7 @@ import torch
 from gradweave.compat import copy_all
 
 Vectors = Sequence[torch.Tensor]
+_MOST_FREE = 2
 
 
 class Layout:
@@ -56,14 +57,22 @@ class Layout:
 
     def zeros(self) -> list[torch.Tensor]:
         """Vectors of this layout."""
+        return [torch.zeros(size, dtype=dtype, device=device) for size, (dtype, device) in self._sizes()]
+
+    def _sizes(self) -> list[tuple[int, tuple[torch.dtype, torch.device]]]:
         return [
-            torch.zeros(sum(as_real(t).numel() for t in members), dtype=dtype, device=members[0].device)
+            (sum(as_real(t).numel() for t in members), (dtype, members[0].device))
             for dtype, members in self._members.items()
         ]
 
-    def pack(self, sources: Sequence[torch.Tensor | None] | None = None) -> list[torch.Tensor]:
-        """Copies the tensors, or others of the same shapes, into new vectors; None is zeros."""
-        vectors = self.zeros()
+    def pack(
+        self, sources: Sequence[torch.Tensor | None] | None = None, *, pool: Pool | None = None
+    ) -> list[torch.Tensor]:
+        """Copies the tensors, or others of the same shapes, into vectors, new or from a pool; None is zeros."""
+        vectors = self.zeros() if pool is None else [pool.take(size, *kind) for size, kind in self._sizes()]
+        if pool is not None and sources is not None and any(source is None for source in sources):
+            for vector in vectors:
+                vector.zero_()
         pairs = [
             (view, as_real(source.detach()))
             for view, source in zip(self.views(vectors), self.tensors if sources is None else sources, strict=True)
@@ -103,9 +112,31 @@ class Layout:
                 real.copy_(real.to(view.dtype) + view)
 
 
-def narrow(vectors: Vectors, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Copies in a dtype to send; None for that of each vector."""
-    return [vector.to(vector.dtype if dtype is None else dtype, copy=True) for vector in vectors]
+class Pool:
+    """Vectors that are used over and over: new memory costs more than all that is computed in it."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A vector with any content."""
+        free = self._free.get((size, dtype, device))
+        return free.pop() if free else torch.empty(size, dtype=dtype, device=device)
+
+    def copy(self, vectors: Vectors, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Copies in a dtype; None for that of each vector."""
+        made = []
+        for vector in vectors:
+            kind = vector.dtype if dtype is None else dtype
+            made.append(self.take(len(vector), kind, vector.device).copy_(vector))
+        return made
+
+    def give(self, vectors: Vectors) -> None:
+        """Takes back vectors that nobody uses any more."""
+        for vector in vectors:
+            free = self._free.setdefault((len(vector), vector.dtype, vector.device), [])
+            if len(free) < _MOST_FREE:
+                free.append(vector)
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:

@@ -53,6 +53,7 @@ class Mates:
     def __init__(self, topology: Topology, groups: Groups) -> None:
         self._topology = topology
         self._groups = groups
+        self._message = torch.empty(0)
         self.active: tuple[int, ...] = tuple(range(topology.places))
         """Places of the ranks that still have batches, as of the last round."""
 
@@ -82,9 +83,14 @@ class Mates:
         if beforehand or not self._carries_header(vectors):
             self.sum_up_numbers(header, step)
         else:
-            message = torch.cat([header, vectors[0]])
+            message = self._message
+            if len(message) != len(header) + len(vectors[0]):
+                message = self._message = torch.empty(len(header) + len(vectors[0]))
+            message[: len(header)].copy_(header)
+            message[len(header) :].copy_(vectors[0])
             self.sum_up([message], step)
-            header, vectors[0] = message.split([len(header), len(vectors[0])])
+            header, total = message.split([len(header), len(vectors[0])])
+            vectors[0].copy_(total)
             vectors = vectors[1:]
         numbers = [round(number) for number in header.tolist()]
         present = tuple(place for place in range(places) if numbers[place])

@@ -10,6 +10,7 @@ from dataclasses import replace
 from statistics import median
 
 from gradweave.daso.rhythm import Rhythm
+from gradweave.daso.transfer import Transfer
 from gradweave.schedule import Costs, LayerCost, Link, Span, Task, Timeline, hierarchical, plan
 from gradweave.schedule.builders import DEVICE
 from gradweave.schedule.policies.daso import GLOBAL_LINK
@@ -34,6 +35,7 @@ class Record:
         self.exposed = 0.0
         self.staleness = 0
         self.transfer_seconds = 0.0
+        self.vote_seconds = 0.0
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
         self._transfers: deque[tuple[float, float]] = deque(maxlen=_KEPT)
         self._mark: float | None = None
@@ -85,10 +87,11 @@ class Record:
         """Told when an exchange has been merged: what was worked for it is known."""
         self.work, self._work = self._work, 0.0
 
-    def arrived(self, began: float, ended: float, staleness: int) -> None:
+    def arrived(self, transfer: Transfer, staleness: int) -> None:
         """Told when a transfer was under way, and how many steps its merge came behind it."""
-        self._transfers.append((began, ended))
-        self.transfer_seconds = ended - began
+        self._transfers.append((transfer.began, transfer.ended))
+        self.transfer_seconds = transfer.ended - transfer.began
+        self.vote_seconds = transfer.judged - transfer.ended
         self.staleness = staleness
 
     def stats(self, rhythm: Rhythm) -> dict[str, float]:

@@ -17,6 +17,8 @@ _FIRST = 4
 _KEEP = 0.25
 """How far below the next whole step a transfer must fall before waiting is shortened."""
 _MOST_EVERY = 256
+_SPARE = 0.2
+"""Steps more than a transfer takes as a rule, since some take longer."""
 _STALL = 4.0
 _MOST_WORK = 0.05
 """Share of a step that exchanges may take by the work they are, which being rarer makes up for."""
@@ -39,7 +41,7 @@ class Figures:
     """What nodes have agreed on at an exchange.
 
     Attributes:
-        seconds: Of the transfer.
+        seconds: Of the transfer and the vote on it.
         compute: Seconds of a step, without waiting for other nodes.
         loss: Mean over the nodes, or not a number.
         lr: Learning rate.
@@ -144,9 +146,10 @@ class Rhythm:
         now = figures.seconds / figures.compute
         # One that took many times as long as usual is a stall, not the network.
         self.ratio = now if math.isnan(self.ratio) else (self.ratio + min(now, _STALL * max(self.ratio, 1.0))) / 2
-        if self.wait - 1 - _KEEP < self.ratio <= self.wait and self.changes[-1][0] > 0:
+        needed = self.ratio + _SPARE
+        if self.wait - 1 - _KEEP < needed <= self.wait and self.changes[-1][0] > 0:
             return self.wait
-        return max(1, min(_MOST_EVERY, math.ceil(self.ratio)))
+        return max(1, min(_MOST_EVERY, math.ceil(needed)))
 
     def _steps_of_work(self, figures: Figures) -> int:
         """Steps among which the work of an exchange is to be spread."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from gradweave.daso.layout import Layout, Vectors
+from gradweave.daso.layout import Layout, Pool, Vectors
 
 
 class Rule(Protocol):
@@ -23,10 +23,12 @@ class Rule(Protocol):
     def extend(self, layout: Layout) -> None:
         """Told that weights have come in which nobody has trained yet."""
 
-    def payload(self, layout: Layout) -> list[torch.Tensor]:
+    def payload(self, layout: Layout, pool: Pool) -> list[torch.Tensor]:
         """What this node would send, in full precision."""
 
-    def merge(self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None) -> None:
+    def merge(
+        self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None, pool: Pool
+    ) -> None:
         """Applies the sum of what ``nodes`` nodes sent, ``staleness`` steps ago; None where nobody went on since."""
 
     def settle(self, layout: Layout, total: Vectors, nodes: int) -> None:
@@ -50,9 +52,9 @@ class DeltaRule:
         """The weights are the anchor."""
         self.anchor = layout.pack()
 
-    def payload(self, layout: Layout) -> list[torch.Tensor]:
+    def payload(self, layout: Layout, pool: Pool) -> list[torch.Tensor]:
         """The distance from the anchor."""
-        return [x.sub_(a) for x, a in zip(layout.pack(), self.anchor, strict=True)]
+        return [x.sub_(a) for x, a in zip(layout.pack(pool=pool), self.anchor, strict=True)]
 
     def extend(self, layout: Layout) -> None:
         """They are the same on all nodes, and so belong to the anchor as they are."""
@@ -60,20 +62,23 @@ class DeltaRule:
         for a, old in zip(self.anchor, before, strict=False):
             a[: old.numel()].copy_(old)
 
-    def merge(self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None) -> None:
+    def merge(
+        self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None, pool: Pool
+    ) -> None:
         """Moves by what the others did, and the anchor by what all did."""
         del staleness
-        step = self._advance(total, nodes)
+        step = self._advance(total, nodes, pool)
         layout.add([m.sub_(own) for m, own in zip(step, sent, strict=True)])
+        pool.give(step)
 
     def settle(self, layout: Layout, total: Vectors, nodes: int) -> None:
         """The anchor, once it has moved by what all did, is the result."""
-        self._advance(total, nodes)
+        self._advance(total, nodes, Pool())
         layout.store([a[: t.numel()] for t, a in zip(total, self.anchor, strict=False)])
 
-    def _advance(self, total: Vectors, nodes: int) -> list[torch.Tensor]:
+    def _advance(self, total: Vectors, nodes: int, pool: Pool) -> list[torch.Tensor]:
         """Those that have come in since this was sent lie behind what it moves."""
-        mean = [t.to(a.dtype, copy=True).div_(nodes) for t, a in zip(total, self.anchor, strict=False)]
+        mean = [pool.copy([t], a.dtype)[0].div_(nodes) for t, a in zip(total, self.anchor, strict=False)]
         for a, m in zip(self.anchor, mean, strict=False):
             a[: m.numel()].add_(m)
         return mean
@@ -93,18 +98,22 @@ class PaperRule:
     def extend(self, layout: Layout) -> None:
         """Nothing to remember."""
 
-    def payload(self, layout: Layout) -> list[torch.Tensor]:
+    def payload(self, layout: Layout, pool: Pool) -> list[torch.Tensor]:
         """The weights."""
-        return layout.pack()
+        return layout.pack(pool=pool)
 
-    def merge(self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None) -> None:
+    def merge(
+        self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None, pool: Pool
+    ) -> None:
         """Weighs this node's weights by the steps it took meanwhile; with none, the mean."""
         del sent
         if staleness is None:
             self.settle(layout, total, nodes)
             return
         own = 2.0 * staleness if staleness else 1.0
-        layout.store([x.mul_(own).add_(t).div_(own + nodes) for x, t in zip(layout.pack(), total, strict=True)])
+        vectors = layout.pack(pool=pool)
+        layout.store([x.mul_(own).add_(t).div_(own + nodes) for x, t in zip(vectors, total, strict=True)])
+        pool.give(vectors)
 
     def settle(self, layout: Layout, total: Vectors, nodes: int) -> None:
         """The mean."""

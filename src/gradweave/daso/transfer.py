@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from gradweave.daso.agreement import Agreement, Asked, Verdict, Vote
+from gradweave.daso.layout import Pool
 
 CHUNK = 2**26
 """Most elements in one message: collective libraries count bytes in 32 bits here and there."""
@@ -27,13 +28,20 @@ class Transfer:
         sent: What this node sends.
         group: Of one rank per node.
         agreement: With the other nodes.
-        vote: What this node has to say, but for how the transfer ends.
+        vote: What this node has to say, but for how the transfer ends; its figures have the seconds of a vote.
+        pool: Where the copy comes from.
     """
 
     def __init__(
-        self, number: int, sent: Sequence[torch.Tensor], group: ProcessGroup, agreement: Agreement, vote: Vote
+        self,
+        number: int,
+        sent: Sequence[torch.Tensor],
+        group: ProcessGroup,
+        agreement: Agreement,
+        vote: Vote,
+        pool: Pool,
     ) -> None:
-        self.began = self.ended = time.perf_counter()
+        self.began = self.ended = self.judged = time.perf_counter()
         self._sent = sent
         self._number = number
         self._agreement = agreement
@@ -42,7 +50,7 @@ class Transfer:
         self._begun = True
         self._aside = _Aside(sent)
         with self._aside.entered():
-            self.total = [vector.clone() for vector in sent]
+            self.total = pool.copy(sent)
             try:
                 for chunk in chunks(self.total):
                     self._works.append(dist.all_reduce(chunk, group=group, async_op=True))
@@ -53,11 +61,15 @@ class Transfer:
     def _attend(self) -> Verdict:
         with self._aside.again():
             arrived = self._begun and self._arrive()
-            vote = replace(self._vote, arrived=arrived, finite=all_finite(self._sent))
+            vote = replace(self._vote, arrived=arrived)
             if arrived:
-                figures = replace(self._vote.figures, seconds=self.ended - self.began)
-                vote = replace(vote, holds=all_finite(self.total), figures=figures)
-        return self._agreement.vote(self._number, vote)
+                figures = self._vote.figures
+                vote = replace(vote, figures=replace(figures, seconds=figures.seconds + self.ended - self.began))
+                if not all_finite(self.total):
+                    vote = replace(vote, finite=all_finite(self._sent), holds=False)
+        verdict = self._agreement.vote(self._number, vote)
+        self.judged = time.perf_counter()
+        return verdict
 
     def _arrive(self) -> bool:
         try:
@@ -122,4 +134,4 @@ def chunks(vectors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def all_finite(vectors: Sequence[torch.Tensor]) -> bool:
     """Whether no element is infinite or not a number."""
-    return all(bool(torch.isfinite(vector.sum(dtype=torch.float64))) for vector in vectors)
+    return all(bool(torch.isfinite(torch.stack(vector.aminmax())).all()) for vector in vectors if vector.numel())

@@ -35,6 +35,14 @@ def test_without_wait_every_exchange_blocks():
     assert timeline.step_time == pytest.approx(COMPUTE + 8.0 / 2)
 
 
+def test_half_the_bytes_take_half_the_time():
+    graph = scenario(8.0, 2, 0)
+    timeline = plan(graph, policy="daso", every=2, wait=0, payload="bfloat16").simulate()
+    assert timeline.step_time == pytest.approx(COMPUTE + 4.0 / 2)
+    with pytest.raises(ArgumentError, match="payload='int8'"):
+        plan(graph, policy="daso", payload="int8")
+
+
 def test_exchanges_and_merges_come_when_they_should():
     schedule = plan(scenario(3.0, 3, 2), policy="daso", every=3, wait=2)
     tasks, needs = schedule.graph.tasks, schedule.graph.needs
