@@ -118,24 +118,26 @@ def tuned(results: Path) -> dict[str, float]:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "one rank per node, real compute": {"places": 1, "seconds": None},
-    "2 x 2, compute emulated by waiting": {"places": 2, "seconds": 0.1},
-    "2 x 2, real compute, contended": {"places": 2, "seconds": None},
+    "2 x 2, compute emulated by waiting": {"places": 2, "seconds": 0.1, "megabits": 50, "every": None},
+    "one rank per node, real compute": {"places": 1, "seconds": None, "megabits": 250, "batch": 1024, "every": None},
+    "the same, every=8": {"places": 1, "seconds": None, "megabits": 250, "batch": 1024, "every": 8},
+    "2 x 2, real compute, contended": {"places": 2, "seconds": None, "megabits": 250, "every": None},
 }
-ELEMENTS = 2_500_000
+ELEMENTS = 500_000
+"""Of the model that waits: few, so that what it does besides waiting is little."""
 ROUNDS, SETTLING_STEPS = 4, 30
 
 
-def exposed(data: Path, results: Path, megabits: float) -> None:
+def exposed(data: Path, results: Path) -> None:
     """With and without exchanges in turns; the first round of each is for warming up."""
     done = {row["setting"] for row in read(results)}
     for name, setting in SETTINGS.items():
         if name in done:
             continue
-        with Link(megabits) as link, Ranks(link, setting["places"], data) as ranks:
+        with Link(setting["megabits"]) as link, Ranks(link, setting["places"], data) as ranks:
             common = {
                 "job": "expose", "steps": 80, "seconds": setting["seconds"], "elements": ELEMENTS,
-                "batch": BATCH, "width": WIDTH, "every": None, "wait": None,
+                "batch": setting.get("batch", BATCH), "width": WIDTH, "every": setting["every"], "wait": None,
             }  # fmt: skip
             times: dict[str, list[float]] = {"without": [], "without (again)": [], "with": []}
             shares, planned, sent, ideal = [], [], 0, 0
@@ -157,7 +159,7 @@ def exposed(data: Path, results: Path, megabits: float) -> None:
             done.add(name)
         plain = statistics.median(times["without"] + times["without (again)"])
         row = {
-            "setting": name, "megabits": megabits, "step_milliseconds_without": round(1e3 * plain, 2),
+            "setting": name, "megabits": setting["megabits"], "step_milliseconds_without": round(1e3 * plain, 2),
             "step_milliseconds_with": round(1e3 * statistics.median(times["with"]), 2),
             "exposed": round(statistics.median(times["with"]) / plain - 1, 4),
             "a_a": round(statistics.median(times["without (again)"]) / statistics.median(times["without"]) - 1, 4),
@@ -252,7 +254,7 @@ def main() -> None:
     if arguments.what == "race":
         race(arguments.data, arguments.results, arguments.megabits, arguments.minutes)
     elif arguments.what == "exposed":
-        exposed(arguments.data, arguments.results, arguments.megabits)
+        exposed(arguments.data, arguments.results)
     elif arguments.what == "scale":
         scale(arguments.results)
     else:
