@@ -76,6 +76,9 @@ def test_options_reach_the_policies_that_take_them(gradweave):
     assert json.loads(out)["results"][0]["options"] == {"max_in_flight": 2}
     _, out, _ = gradweave("simulate", "daso", "--policy", "daso", "--every", "3", "--wait", "2", "--json")
     assert json.loads(out)["results"][0]["options"] == {"every": 3, "wait": 2}
+    _, out, _ = gradweave("simulate", "daso", "--policy", "daso", "--payload", "bfloat16")
+    assert "payload=bfloat16" in out
+    assert "…" not in out
 
 
 def test_what_does_not_fit_is_left_out_of_all_and_said_so(gradweave):

@@ -62,7 +62,7 @@ def print_results(graph: TaskGraph, results: Sequence[tuple[Schedule, Timeline]]
         title_justify="left",
         title=f"{graph.family}: {escape(graph.costs.name)}, {graph.layers} layers, {cluster.devices} device(s)",
     )
-    table.add_column("policy", no_wrap=True)
+    table.add_column("policy", overflow="fold")
     for column in ("step", "speed-up", "makespan", "peak", "idle", "exposed"):
         table.add_column(column, justify="right", no_wrap=True)
     first = results[0][1].step_time

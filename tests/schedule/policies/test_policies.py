@@ -25,7 +25,11 @@ TABLE = {
     "no_barrier": BUCKETS,
     "reverse_first_k": {"k": st.integers(0, 9), **BUCKETS, **BUDGET},
     "priority": BUCKETS,
-    "daso": {"every": st.integers(1, 4), "wait": st.integers(0, 4)},
+    "daso": {
+        "every": st.integers(1, 4),
+        "wait": st.integers(0, 4),
+        "payload": st.sampled_from(["float32", "bfloat16"]),
+    },
     "gpipe": CAPS,
     "one_f_one_b": CAPS,
     "interleaved": {"chunks": st.integers(1, 3), **CAPS},

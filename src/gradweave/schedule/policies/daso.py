@@ -44,7 +44,7 @@ def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1, payload: str = "flo
     for step in range(graph.steps):
         order += forward(graph, step) + backward(graph, step) + updates(graph, step) + merges.get(step, [])
     order += forward(graph, graph.steps)
-    options = {"every": every, "wait": wait, "payload": payload}
+    options = {"every": every, "wait": wait} | ({"payload": payload} if payload != "float32" else {})
     return Schedule(graph, (stream(MAIN, order), *link_lanes(graph)), policy="daso", options=options)
 
 
