@@ -120,6 +120,22 @@ def inner_ddp(*, steps, **options):
     return {"seen": torch.stack(seen), "end": weights_of(model)}
 
 
+def restarted(model, opt, daso, path, **options):
+    """Saves everything, throws it away, and loads it into a new model, optimizer and DASO."""
+    torch.save({"m": model.state_dict(), "o": opt.state_dict(), "d": daso.state_dict()}, path)
+    dist.barrier()
+    daso.detach()
+    model, opt = setting()
+    with torch.no_grad():
+        [p.mul_(3) for p in model.parameters()]
+    daso = DASO(model, opt, timeout=TIMEOUT, **options)
+    loaded = torch.load(path)
+    model.load_state_dict(loaded["m"])
+    opt.load_state_dict(loaded["o"])
+    daso.load_state_dict(loaded["d"])
+    return model, opt, daso
+
+
 def resume(*, at, steps, folder, **options):
     """The same training in one go, and with everything thrown away and loaded again in the middle."""
     results = []
@@ -129,17 +145,7 @@ def resume(*, at, steps, folder, **options):
         for step in range(steps):
             if interrupted and step == at:
                 path = Path(folder) / f"{at}-{dist.get_rank()}.pt"
-                torch.save({"m": model.state_dict(), "o": opt.state_dict(), "d": daso.state_dict()}, path)
-                dist.barrier()
-                daso.detach()
-                model, opt = setting()
-                with torch.no_grad():
-                    [p.mul_(3) for p in model.parameters()]
-                daso = DASO(model, opt, timeout=TIMEOUT, **options)
-                loaded = torch.load(path)
-                model.load_state_dict(loaded["m"])
-                opt.load_state_dict(loaded["o"])
-                daso.load_state_dict(loaded["d"])
+                model, opt, daso = restarted(model, opt, daso, path, **options)
             one_step(model, opt, step)
         results.append(weights_of(model))
         dist.barrier()
@@ -505,15 +511,7 @@ def save_behind_a_skip(*, folder):
             opt.zero_grad()
             if interrupted and step == 4:
                 path = Path(folder) / f"skip-{dist.get_rank()}.pt"
-                torch.save({"m": model.state_dict(), "o": opt.state_dict(), "d": daso.state_dict()}, path)
-                dist.barrier()
-                daso.detach()
-                model, opt = setting()
-                daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
-                loaded = torch.load(path)
-                model.load_state_dict(loaded["m"])
-                opt.load_state_dict(loaded["o"])
-                daso.load_state_dict(loaded["d"])
+                model, opt, daso = restarted(model, opt, daso, path, every=2, wait=1)
         results.append(weights_of(model))
         daso.finish()
         results.append(weights_of(model))
@@ -600,15 +598,7 @@ def resume_unfrozen(*, folder):
                 model[0].requires_grad_(True)
             if interrupted and step == 6:
                 path = Path(folder) / f"unfrozen-{dist.get_rank()}.pt"
-                torch.save({"m": model.state_dict(), "o": opt.state_dict(), "d": daso.state_dict()}, path)
-                dist.barrier()
-                daso.detach()
-                model, opt = setting()
-                daso = DASO(model, opt, timeout=TIMEOUT, every=4, wait=3)
-                loaded = torch.load(path)
-                model.load_state_dict(loaded["m"])
-                opt.load_state_dict(loaded["o"])
-                daso.load_state_dict(loaded["d"])
+                model, opt, daso = restarted(model, opt, daso, path, every=4, wait=3)
             one_step(model, opt, step)
         results.append(weights_of(model))
         daso.finish()
