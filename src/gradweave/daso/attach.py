@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat import copy_all, default_store, part_of_default_store, ready_scaler_tensors
+from gradweave.compat import copy_all, default_store, part_of_default_store
 from gradweave.daso import checkpoint
 from gradweave.daso.agreement import Agreement
 from gradweave.daso.backward import BackwardWatch
@@ -28,11 +28,13 @@ from gradweave.daso.exchange import Exchange, Setup
 from gradweave.daso.layout import Layout, as_real
 from gradweave.daso.mates import Call, Mates
 from gradweave.daso.options import Options
+from gradweave.daso.rescue import leaving_a_checkpoint
 from gradweave.daso.rhythm import PaperRhythm, Rhythm
 from gradweave.daso.rules import DeltaRule, PaperRule
+from gradweave.daso.scaling import LossScale
 from gradweave.daso.topology import Groups, Topology
 from gradweave.daso.transfer import chunks
-from gradweave.errors import GradweaveError, LostNodeError
+from gradweave.errors import GradweaveError
 from gradweave.marks import mark_daso
 from gradweave.schedule import Timeline, save_timelines
 
@@ -98,7 +100,6 @@ class DASO:
         check(model, optimizer, self._topology)
         self._model = model
         self._optimizer = optimizer
-        self._scaler = scaler
         self._averages = average_gradients and not isinstance(model, DistributedDataParallel)
         self._detached = False
         self._pending = False
@@ -107,6 +108,7 @@ class DASO:
         self._losses: list[torch.Tensor] = []
         self._loss = math.nan
         self._device = next((p.device for p in self._params()), torch.device("cpu"))
+        self._scale = LossScale(scaler, self._device)
         self._groups = Groups(
             self._topology, self._device, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
         )
@@ -137,8 +139,8 @@ class DASO:
             weights=self._weights,
             buffers=Layout(b for name, b in self._model.named_buffers() if _is_running(name)),
             state=self._optimizer_state,
-            scaling=self._scaling,
-            settled=self._settled,
+            scaling=self._scale.layout,
+            settled=self._scale.settled,
             lr=lambda: float(self._optimizer.param_groups[0].get("lr", math.nan)),
             continues=options.on_failure == "continue",
             averages_gradients=self._averages and not paper,
@@ -175,28 +177,6 @@ class DASO:
             tensors += [m for m in moments if isinstance(m, torch.Tensor) and m.shape == p.shape]
         return Layout(tensors)
 
-    def _scaling(self) -> Layout:
-        """The scale of losses, which nodes must have the same of before they average scaled gradients."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return Layout()
-        return Layout([ready_scaler_tensors(self._scaler, self._device)[0]])
-
-    def _scale(self) -> float:
-        return float(self._scaling().tensors[0]) if self._scaling().tensors else 1.0
-
-    def _settled(self) -> None:
-        """Told where nodes have been made the same: their scales are to grow together, too."""
-        if self._scaling().tensors and self._scaler is not None:
-            ready_scaler_tensors(self._scaler, self._device)[1].zero_()
-
-    @torch.no_grad()
-    def _rescale(self, before: float) -> None:
-        """Gradients that were scaled before nodes agreed on a scale."""
-        if self._scale() != before:
-            for p in self._weights.tensors:
-                if p.grad is not None:
-                    p.grad.mul_(self._scale() / before)
-
     @torch.no_grad()
     def share_from_first_rank(self) -> None:
         """Gives all ranks the first one's weights and buffers; all must call it."""
@@ -215,9 +195,9 @@ class DASO:
     def _backward_ended(self) -> None:
         if self._pending and self._watch.cleared and not self._stepping:
             # A step has been left out, as gradient scaling does.
-            before = self._scale()
+            before = self._scale.value
             self._tick()
-            self._rescale(before)
+            self._scale.rescale(self._weights.tensors, before)
         with self._leaving_a_checkpoint():
             params = self._params()
             self._watch.refresh(params)
@@ -275,15 +255,13 @@ class DASO:
         return (flags, active) if sums is None else ([round(flag) for flag in sums[1:]], round(sums[0]))
 
     def _step_begins(self, *_: Any) -> None:
-        self._stepping = True
         if not self._pending and self._watch.notice(self._params()) and self._moves():
             # Gradients that came without a backward, or only with ones inside of no_sync().
-            if self._scaler is not None:
-                what = (
-                    "a GradScaler has looked at gradients that are not averaged yet: leave the last backward of a step "
-                )
-                raise GradweaveError(what + "out of no_sync()")
+            if self._scale.used:
+                what = "a GradScaler has seen gradients before their average; leave the last backward out of no_sync()"
+                raise GradweaveError(what)
             self._backward_ended()
+        self._stepping = True
 
     def _moves(self) -> bool:
         """Whether the step that begins changes weights; those that only create an optimizer's state do not."""
@@ -449,6 +427,9 @@ class DASO:
         """
         if self._pending and self._watch.cleared:
             self._tick()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         state = checkpoint.save(self._exchange, self._topology, self._params(), self._weights)
         return {**state, "steps": self._steps, "pending": self._pending}
 
@@ -480,36 +461,14 @@ class DASO:
         self.share_from_first_rank()
 
     def _leaving_a_checkpoint(self) -> AbstractContextManager[None]:
-        return _LeavingACheckpoint(self)
+        def states() -> dict[str, Any]:
+            self._exchange.flight = None
+            return {
+                "model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), "daso": self._state(),
+            }  # fmt: skip
 
-
-class _LeavingACheckpoint:
-    """Where training cannot go on: saves what this rank has, lets go, and says where it is."""
-
-    def __init__(self, daso: DASO) -> None:
-        self._daso = daso
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, LostNodeError) or error.checkpoint is not None:
-            return
-        daso = self._daso
-        daso.detach()
-        # Whatever keeps a checkpoint from being written must not hide why it was to be.
-        with suppress(Exception):
-            folder = daso._options.checkpoint_dir
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"rank{daso._topology.rank}.pt"
-            daso._exchange.flight = None
-            states = {"model": daso._model.state_dict(), "optimizer": daso._optimizer.state_dict()}
-            # A launcher ends the other ranks of a node when the first one ends: what is there must be whole.
-            unfinished = path.with_suffix(".unfinished")
-            torch.save({**states, "daso": daso.state_dict()}, unfinished)
-            unfinished.replace(path)
-            error.checkpoint = str(path)
-            error.args = (f"{error} (this rank's checkpoint: {path})",)
+        path = self._options.checkpoint_dir / f"rank{self._topology.rank}.pt"
+        return leaving_a_checkpoint(path, states, self.detach)
 
 
 def _is_running(name: str) -> bool:
