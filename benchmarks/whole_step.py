@@ -107,7 +107,11 @@ def measure_curves(text: Path, results: Path) -> None:
     eager = [f"eager, rows moved by {count}" for count in (1, 5, 11)]
     losses = {name: train_on_text(text, name) for name in ("eager", *eager, "compile", "step")}
     rows: list[dict[str, object]] = [
-        {"step": number, **{name: f"{values[number]:.5f}" for name, values in losses.items()}, **environment(CUDA)}
+        {
+            "steps_taken": number,
+            **{name: f"{values[number]:.5f}" for name, values in losses.items()},
+            **environment(CUDA),
+        }
         for number in range(len(losses["eager"]))
     ]
     append(results, rows)

@@ -83,8 +83,12 @@ NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
-def test_a_batch_that_does_not_fit_is_one_line(gradweave, device):
-    rows = "1000000000000" if device == "cpu" else "60000"
+def test_a_batch_that_does_not_fit_is_one_line(gradweave, device, request):
+    rows = "1000000000000"
+    if device == "cuda":
+        rows = "512"
+        torch.cuda.set_per_process_memory_fraction(0.02)
+        request.addfinalizer(lambda: torch.cuda.set_per_process_memory_fraction(1.0))
     status, out, err = gradweave("--model", "resnet18", "--device", device, "--batch", rows, "--steps", "20")
     assert (status, out) == (2, "")
     assert f"--batch={rows}: does not fit into memory" in err

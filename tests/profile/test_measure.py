@@ -42,6 +42,17 @@ def test_costs_of_an_mlp(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_convolutions_whose_kernels_are_tried_out(device, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(4)).to(device)
+    batch = torch.randn(8, 3, 9, 9, device=device), torch.randn(8, 4, device=device)
+    model(batch[0])
+    costs = measure_costs(model, lambda m, x, y: F.mse_loss(m(x), y), optim.SGD(model.parameters()), batch, rounds=1)
+    assert [layer.name for layer in costs.layers] == ["0", "1", "3"]
+    assert all(layer.forward > 0 and layer.weight_grad > 0 for layer in costs.layers)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_layer_of_sixty_times_the_work_takes_longer(device):
     """On a shared machine a measurement may be interrupted; not every one of several is."""
 

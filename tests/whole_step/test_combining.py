@@ -48,6 +48,12 @@ def test_updates_of_all_layers_are_equally_far_from_the_end():
     assert sorted(map(sorted, groups)) == [["update 1", "update 2"]]
 
 
+def test_casts_of_all_layers_depend_on_nothing():
+    needs = {"cast 1": [], "cast 2": [], "forward 1": ["cast 1"], "forward 2": ["cast 2", "forward 1"]}
+    groups = groups_to_combine(list(needs), needs.__getitem__, lambda node: "small" if "cast" in node else None)
+    assert sorted(map(sorted, groups)) == [["cast 1", "cast 2"]]
+
+
 @pytest.fixture
 def no_caches():
     with (

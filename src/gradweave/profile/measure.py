@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,15 +73,17 @@ def _measure(
     progress("warming up", 0.0)
     with sizes:
         step(*batch)
+    step.record(_Timing().task)
+    step(*batch)  # not captured: libraries try out their kernels, which a capture forbids
     watch: _Watch = _Replaying() if device.type == "cuda" else _Timing()
     seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for number in range(-1, rounds):
+    for number in range(rounds):
         watch.reset()
         step.record(watch.task)
         step(*batch)
-        for task, spent in watch.seconds.items() if number >= 0 else ():
+        for task, spent in watch.seconds.items():
             seconds[task].append(spent)
-        progress(f"round {max(number, 0) + 1} of {rounds}", (number + 2) / (rounds + 1))
+        progress(f"round {number + 1} of {rounds}", (number + 1) / rounds)
     step.record(None)
     update = _time_updates(optimizer, device, rounds)
     everything = sum(sizes.of(name)[2] for name in step.recorded_layers)
@@ -172,7 +175,8 @@ class _Replaying:
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # operations that are views only
             graph.capture_begin(pool=self._pool)
             try:
                 yield

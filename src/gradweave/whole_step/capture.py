@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradweave.compat import free_matmul_workspaces
 from gradweave.whole_step.lower import Compiled
 
 WARM_UP_STEPS = 2
@@ -45,6 +46,8 @@ class Captured:
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Takes the step."""
         if self._taken < WARM_UP_STEPS:
+            if self._taken == 0:
+                free_matmul_workspaces()
             self._taken += 1
             return self._step.run(inputs)
         if self._graph is not None and self._moved(inputs):
@@ -80,8 +83,9 @@ class Captured:
         self._addresses = self._locate(inputs)
         self._state_addresses = self._locate_state()
         self._step.prepare()
-        torch.cuda.synchronize()
+        free_matmul_workspaces()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._outputs = self._step.launch(self._static)
+        free_matmul_workspaces()
         self._graph = graph

@@ -1,7 +1,8 @@
 """Which kernels of a compiled step to combine into one.
 
-A step ends in hundreds of updates of small tensors, and clipping in as many norms: each is a kernel
-that takes no longer than its launch. Those that do not depend on each other can be one kernel.
+A step ends in hundreds of updates of small tensors, and clipping in as many norms; with autocast it casts
+as many weights: each is a kernel that takes no longer than its launch. Those that do not depend on each
+other can be one kernel.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ Node = TypeVar("Node", bound=Hashable)
 def groups_to_combine(
     nodes: Sequence[Node], needs: Callable[[Node], Sequence[Node]], kind: Callable[[Node], Hashable | None]
 ) -> list[list[Node]]:
-    """Groups of nodes that are equally far from the end of the graph.
+    """Groups of nodes that depend on nothing, and of others that are equally far from the end of the graph.
 
     Of two nodes as far from the end as each other, neither depends on the other; and with all groups of
     this kind there is still an order of execution, from the farthest to the last. From the start it would
-    be the same, but updates of different layers are equally far from the end only.
+    be the same, but updates of different layers are equally far from the end only. What depends on nothing,
+    as casts of weights do, can come before all of it.
 
     Args:
         nodes: All of them.
@@ -42,7 +44,8 @@ def groups_to_combine(
             distance[needed] = max(distance[needed], distance[node] + 1)
         what = kind(node)
         if what is not None:
-            alike.setdefault((distance[node], what), []).append(node)
+            place = distance[node] if needed_by_each[node] else None
+            alike.setdefault((place, what), []).append(node)
     return [members[start : start + AT_MOST] for members in alike.values() for start in range(0, len(members), AT_MOST)]
 
 
