@@ -3,7 +3,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradweave
-from gradweave.compat import fake_mode, fake_of, trace_to_graph
+from gradweave.compat.tracing import fake_mode, fake_of, trace_to_graph
 from gradweave.whole_step import lower, program
 from gradweave.whole_step.passes import take_out_counters, updates_at_their_gradients
 from gradweave.whole_step.trace import phase_of

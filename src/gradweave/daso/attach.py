@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat import copy_all, default_store, part_of_default_store
+from gradweave.compat.distributed import default_store, part_of_default_store
+from gradweave.compat.eager import copy_all
 from gradweave.daso import checkpoint
 from gradweave.daso.agreement import Agreement
 from gradweave.daso.backward import BackwardWatch

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradweave.compat import at_end_of_backward, current_backward
+from gradweave.compat.eager import at_end_of_backward, current_backward
 from gradweave.errors import GradweaveError
 
 _SEEN = "_gradweave_seen"

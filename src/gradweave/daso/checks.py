@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradweave.compat import is_distributed_tensor
+from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.daso.topology import Groups, Topology
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused

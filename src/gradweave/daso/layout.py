@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from gradweave.compat import copy_all
+from gradweave.compat.eager import copy_all
 
 Vectors = Sequence[torch.Tensor]
 _MOST_FREE = 2

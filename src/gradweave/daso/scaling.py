@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gradweave.compat import ready_scaler_tensors
+from gradweave.compat.eager import ready_scaler_tensors
 from gradweave.daso.layout import Layout
 
 

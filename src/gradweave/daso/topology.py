@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradweave.compat import group_count
+from gradweave.compat.distributed import group_count
 from gradweave.errors import ArgumentError
 
 DIMENSIONS = ("node", "local")

@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradweave.compat import is_distributed_tensor, load_hooks
+from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.compat.eager import load_hooks
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.auto import AutoEngine
 from gradweave.fusion.backward import BackwardEngine

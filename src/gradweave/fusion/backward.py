@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import at_end_of_backward, current_backward
+from gradweave.compat.eager import at_end_of_backward, current_backward
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups, same_objects
 from gradweave.fusion.guard import GradientGuard, guard_gradient

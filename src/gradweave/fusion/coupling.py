@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import own_step
+from gradweave.compat.eager import own_step
 from gradweave.errors import ArgumentError
 from gradweave.fusion.stepping import PartialStepper
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import in_function_transform, is_compiled, outside_function_transforms
+from gradweave.compat.eager import in_function_transform, is_compiled, outside_function_transforms
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
 from gradweave.fusion.guard import GradientGuard, guard_gradient

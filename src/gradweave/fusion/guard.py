@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradweave.compat import disabled_torch_function, metadata_guard
+from gradweave.compat.eager import disabled_torch_function, metadata_guard
 from gradweave.errors import GradweaveError
 
 _CLEARING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}

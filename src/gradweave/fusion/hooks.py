@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import put_first_behind_step, step_pre_hooks
+from gradweave.compat.eager import put_first_behind_step, step_pre_hooks
 
 
 class ModuleHook:

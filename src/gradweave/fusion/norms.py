@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gradweave.compat import norms_of
+from gradweave.compat.eager import norms_of
 from gradweave.errors import GradweaveError
 
 

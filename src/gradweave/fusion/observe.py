@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import map_nested, metadata_guard, no_torch_function
+from gradweave.compat.eager import map_nested, metadata_guard, no_torch_function
 from gradweave.fusion.pending import METADATA
 from gradweave.fusion.stepping import FrozenStep
 

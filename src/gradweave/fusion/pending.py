@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave.compat import no_torch_function
+from gradweave.compat.eager import no_torch_function
 from gradweave.fusion.guard import GradientGuard
 
 _ATTRIBUTES = (

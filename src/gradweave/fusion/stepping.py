@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradweave.compat import own_step, without_step_hooks
+from gradweave.compat.eager import own_step, without_step_hooks
 from gradweave.fusion.buckets import Bucket
 
 _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")

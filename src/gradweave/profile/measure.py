@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import flat_leaves
+from gradweave.compat.eager import flat_leaves
 from gradweave.errors import ArgumentError
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind

@@ -11,7 +11,9 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from gradweave.compat import ConvolutionModule, forward_hooks, is_compiled, is_distributed_tensor, is_parametrized
+from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.compat.eager import forward_hooks, is_compiled, is_parametrized
+from gradweave.compat.tracing import ConvolutionModule
 from gradweave.errors import ArgumentError
 from gradweave.fusion.hooks import ModuleHook, stack_depth
 from gradweave.schedule.builders import single

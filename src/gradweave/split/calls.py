@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradweave.compat import in_forward_mode, in_function_transform, is_being_traced, saved_tensors_are_hooked
+from gradweave.compat.eager import in_forward_mode, in_function_transform, is_being_traced, saved_tensors_are_hooked
 from gradweave.split.layers import Geometry, split_convolution, split_linear
 from gradweave.split.queue import WeightGradientQueue
 from gradweave.split.taps import Tap

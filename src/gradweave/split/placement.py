@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet, WeakValueDictionary
 
-from gradweave.compat import NO_BACKWARD, current_backward
+from gradweave.compat.eager import current_backward
+from gradweave.compat.tracing import NO_BACKWARD
 from gradweave.errors import ArgumentError
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind

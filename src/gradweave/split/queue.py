@@ -9,7 +9,8 @@ from typing import Protocol
 
 import torch
 
-from gradweave.compat import NO_BACKWARD, at_end_of_backward, current_backward
+from gradweave.compat.eager import at_end_of_backward, current_backward
+from gradweave.compat.tracing import NO_BACKWARD
 from gradweave.errors import GradweaveError
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd import Function
 
-from gradweave.compat import current_backward
+from gradweave.compat.eager import current_backward
 from gradweave.split.queue import Gradients, Task, WeightGradientQueue
 
 

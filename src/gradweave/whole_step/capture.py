@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradweave.compat import free_matmul_workspaces
+from gradweave.compat.eager import free_matmul_workspaces
 from gradweave.whole_step.lower import Compiled
 
 WARM_UP_STEPS = 2

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from graphlib import TopologicalSorter
 from typing import Any, TypeVar
 
-from gradweave.compat import elements_of, made_by_mixed_reductions, scheduled_before
+from gradweave.compat.tracing import elements_of, made_by_mixed_reductions, scheduled_before
 
 SMALL = 1 << 18
 """Elements that a kernel may go over to be combined with others; larger ones fill a GPU by themselves."""

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from gradweave.compat import add_one, compile_with_inductor
+from gradweave.compat.eager import add_one
+from gradweave.compat.tracing import compile_with_inductor
 from gradweave.fusion.stepping import mark_written
 from gradweave.whole_step.combining import small_kernels
 from gradweave.whole_step.packing import SharedState

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat import own_step, without_step_hooks
+from gradweave.compat.eager import own_step, without_step_hooks
 from gradweave.errors import GradweaveError
 
 PLAIN_FORM = {"foreach": False, "fused": False}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gradweave.compat import memory_of
+from gradweave.compat.eager import memory_of
 from gradweave.whole_step.trace import changed_by, phase_of
 
 

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat import compile_lock, has_gradient_hooks
+from gradweave.compat.eager import has_gradient_hooks
+from gradweave.compat.tracing import compile_lock
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import same_objects
 from gradweave.fusion.stepping import mark_written

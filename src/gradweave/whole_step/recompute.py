@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gradweave.compat import fake_mode, fake_of, rematerialize
+from gradweave.compat.tracing import fake_mode, fake_of, rematerialize
 
 AS_TORCH_DOES = 1.0
 """The budget at which only what costs no time is computed anew, and what the user has marked."""

@@ -17,7 +17,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gradweave.compat import is_symbolic, memory_of, trace_to_graph
+from gradweave.compat.eager import memory_of
+from gradweave.compat.tracing import is_symbolic, trace_to_graph
 from gradweave.whole_step.tensor_forms import FUNCTIONS, IN_PLACE, new_value
 from gradweave.whole_step.trace import TracedStep, changed_by, root
 

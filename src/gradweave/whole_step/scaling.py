@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.amp import GradScaler
 
-from gradweave.compat import scaler_tensors, unscale_in_place, update_scale_in_place
+from gradweave.compat.eager import scaler_tensors, unscale_in_place, update_scale_in_place
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,9 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradweave.announce import announce, report
-from gradweave.compat import (
-    DynamoError,
-    TooManyVariantsError,
-    dynamo_compile,
-    flat_leaves,
-    is_distributed_tensor,
-    map_nested,
-    mark_stepped,
-    step_pre_hooks,
-)
+from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.compat.eager import flat_leaves, map_nested, mark_stepped, step_pre_hooks
+from gradweave.compat.tracing import DynamoError, TooManyVariantsError, dynamo_compile
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.attach import is_fused
 from gradweave.marks import is_in_daso, mark_compiled

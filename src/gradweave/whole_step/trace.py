@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from gradweave.compat import (
+from gradweave.compat.eager import memory_of
+from gradweave.compat.tracing import (
     DataDependentError,
     as_if_compiling,
     fake_mode,
     fake_of,
     float_symbol,
     guards_of,
-    memory_of,
     names_of,
     trace_to_graph,
 )

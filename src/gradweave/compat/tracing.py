@@ -1,8 +1,7 @@
-"""Every private torch name that gradweave uses, and nothing else."""
+"""Private names of torch's tracers and compilers."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -10,139 +9,16 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gradweave.announce import announce
 from gradweave.errors import ArgumentError
-
-disabled_torch_function = torch._C._disabled_torch_function_impl
-"""As ``__torch_function__`` of a subclass: functions see it as a plain tensor."""
-
-map_nested = tree_map
-"""Applies a function to every leaf of nested containers."""
-
-no_torch_function = torch._C.DisableTorchFunctionSubclass
-"""Context in which subclasses' ``__torch_function__`` is not consulted."""
-
-
-def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
-    """The update of an optimizer's class, without the step hooks that torch wraps around it."""
-    step = type(optimizer).step
-    return getattr(step, "__wrapped__", step)
-
-
-def step_pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
-    """The hooks that run before a step, in their order."""
-    return optimizer._optimizer_step_pre_hooks
-
-
-def put_first_behind_step(optimizer: Optimizer, hook: int) -> None:
-    """Makes one of the hooks that run behind a step the first of them."""
-    hooks: dict[int, Any] = optimizer._optimizer_step_post_hooks
-    others = [(number, callback) for number, callback in hooks.items() if number != hook]
-    for number, _ in others:
-        del hooks[number]
-    hooks.update(others)
-
-
-@contextmanager
-def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Context in which an optimizer's hooks do not run, also where its step calls its parent's."""
-    before, behind = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, behind
-
-
-def load_hooks(module: torch.nn.Module) -> list[Any]:
-    """The hooks that run after a module has loaded a state dict."""
-    return list(module._load_state_dict_post_hooks.values())
-
 
 ConvolutionModule = torch.nn.modules.conv._ConvNd
 """What all convolution modules have in common."""
 
 
-def forward_hooks(module: torch.nn.Module) -> list[Any]:
-    """The hooks that run before a module's forward."""
-    return list(module._forward_pre_hooks.values())
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls back when the backward that is now running is through; not if it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 NO_BACKWARD = -1
 """What :func:`current_backward` says where none is running."""
-
-
-def current_backward() -> int:
-    """A number for the backward that is now running; one inside another has its own."""
-    return torch._C._current_graph_task_id()
-
-
-def metadata_guard(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
-    """A tensor of a subclass that looks like another one and has no data."""
-    return torch.Tensor._make_wrapper_subclass(
-        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
-    )
-
-
-def saved_tensors_are_hooked() -> bool:
-    """Whether what autograd saves is handed to somebody, as under activation checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-def is_being_traced() -> bool:
-    """Whether the code that runs now is being made into a graph, by Dynamo or by the older tracer."""
-    return torch.compiler.is_compiling() or bool(torch._C._is_tracing())
-
-
-def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives are being computed."""
-    return torch.autograd.forward_ad._current_level >= 0
-
-
-def is_parametrized(module: torch.nn.Module) -> bool:
-    """Whether reading a module's weight computes it."""
-    return torch.nn.utils.parametrize.is_parametrized(module)
-
-
-def in_function_transform() -> bool:
-    """Whether ``torch.func`` is transforming the code that runs now (grad, vjp, jvp, vmap, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def outside_function_transforms() -> AbstractContextManager[Any]:
-    """Context in which ``torch.func`` leaves the code alone that it is transforming."""
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
-
-
-def is_distributed_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one rank's part of a larger one, as under FSDP2."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether a module runs outside the reach of ``__torch_function__``: compiled or scripted."""
-    from torch._dynamo import OptimizedModule
-
-    return isinstance(module, (OptimizedModule, torch.jit.ScriptModule)) or (
-        getattr(module, "_compiled_call_impl", None) is not None
-    )
-
-
-# The whole step as one graph
 
 
 def trace_to_graph(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
@@ -229,11 +105,6 @@ def as_if_compiling(enabled: bool) -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def memory_of(tensor: torch.Tensor) -> int:
-    """What names the memory behind a tensor, the same for all views of it."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 def is_symbolic(value: Any) -> bool:
     """Whether a traced value is a number that is known only when the graph runs."""
     return isinstance(value, (torch.SymFloat, torch.SymInt))
@@ -294,25 +165,6 @@ def _draws_random_numbers(node: torch.fx.Node) -> bool:
             given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
             return bool(given != 0)
     return True
-
-
-def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each of many tensors, in one go."""
-    return list(torch._foreach_norm(tensors))
-
-
-def add_one(tensors: list[torch.Tensor]) -> None:
-    """Adds 1 to each of many tensors, in one go."""
-    torch._foreach_add_(tensors, 1)
-
-
-def free_matmul_workspaces() -> None:
-    """Frees what cuBLAS keeps for every thread and stream that has multiplied; it is made anew where needed.
-
-    An eager step leaves two on a GPU, of its forward's and its backward's thread: on an H200 64 MiB.
-    """
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
 
 
 def compile_with_inductor(
@@ -426,66 +278,8 @@ def dynamo_compile(
     return call, partial(reset_code, own.__code__)
 
 
-def flat_leaves(value: Any) -> list[Any]:
-    """The leaves of nested containers, in order."""
-    leaves: list[Any] = tree_leaves(value)
-    return leaves
-
-
-unscale_in_place = torch._amp_foreach_non_finite_check_and_unscale_
-"""Multiplies tensors by a factor and notes, as 1, if any is not finite."""
-
-update_scale_in_place = torch._amp_update_scale_
-"""Lets a loss scale grow or back off."""
-
-
-def scaler_tensors(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scale and the growth tracker, which exist once something was scaled."""
-    return scaler._scale, scaler._growth_tracker  # type: ignore[return-value]
-
-
-def ready_scaler_tensors(scaler: torch.amp.GradScaler, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, made if nothing was scaled yet."""
-    if scaler._scale is None:
-        scaler._lazy_init_scale_growth_tracker(device)
-    return scaler_tensors(scaler)
-
-
 def compile_lock() -> AbstractContextManager[Any]:
     """Held while something is traced or compiled, here and by Dynamo: torch keeps that state in globals."""
     from torch._dynamo.convert_frame import compile_lock as lock
 
     return lock
-
-
-def mark_stepped(optimizer: Optimizer) -> None:
-    """Tells schedulers and hooks behind the step that one was taken without ``optimizer.step()``."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    for hook in list(optimizer._optimizer_step_post_hooks.values()):
-        hook(optimizer, (optimizer,), {})
-
-
-def has_gradient_hooks(param: torch.Tensor) -> bool:
-    """Whether something is to be called with a parameter's gradient."""
-    return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
-
-
-def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source into its target; on a GPU in few kernels."""
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def default_store() -> Any:
-    """The store that the default process group was made with."""
-    return torch.distributed.distributed_c10d._get_default_store()
-
-
-def part_of_default_store(name: str) -> Any:
-    """The same store, with keys of its own, over a connection on which waiting holds up nobody else."""
-    return torch.distributed.PrefixStore(name, default_store().clone())  # type: ignore[attr-defined]
-
-
-def group_count() -> int:
-    """How many process groups this rank has made, or is in."""
-    return len(torch.distributed.distributed_c10d._world.pg_names)

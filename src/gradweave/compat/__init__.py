@@ -1,0 +1,1 @@
+"""Every private torch name that gradweave uses, and nothing else."""
