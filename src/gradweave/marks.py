@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 _COMPILED = "_gradweave_compiled_step"
 _DASO = "_gradweave_daso"
+_DATA_PARALLEL = "_gradweave_data_parallel"
 
 
 def mark_compiled(optimizer: Optimizer, step: object) -> None:
@@ -29,4 +30,15 @@ def mark_daso(optimizer: Optimizer, daso: object | None) -> None:
 def is_in_daso(optimizer: Optimizer) -> bool:
     """Whether a DASO that is still there is attached to an optimizer."""
     note = getattr(optimizer, _DASO, None)
+    return note is not None and note() is not None
+
+
+def mark_data_parallel(optimizer: Optimizer, wrapper: object | None) -> None:
+    """Notes on an optimizer that a DataParallel defers its updates; None that it no longer does."""
+    setattr(optimizer, _DATA_PARALLEL, None if wrapper is None else weakref.ref(wrapper))
+
+
+def is_in_data_parallel(optimizer: Optimizer) -> bool:
+    """Whether a DataParallel that is still there has this optimizer."""
+    note = getattr(optimizer, _DATA_PARALLEL, None)
     return note is not None and note() is not None

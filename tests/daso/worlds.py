@@ -1,6 +1,7 @@
 """Real processes that stay for a whole module of tests and run one scenario after the other."""
 
 import base64
+import importlib
 import io
 import json
 import os
@@ -20,11 +21,11 @@ SECONDS = 100
 class World:
     """Processes of a number of nodes, each with a number of ranks, that wait for scenarios.
 
-    A scenario is a function of ``daso.scenarios``; each rank calls it with its :class:`Place` and the
-    arguments, which must be JSON, and what it returns comes back by rank.
+    A scenario is a function of a module of scenarios; each rank calls it with the arguments, which must be
+    JSON, and what it returns comes back by rank.
     """
 
-    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None):
+    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, scenarios="daso.scenarios"):
         self.size = nodes * places
         self._folder = Path(folder)
         environment = {
@@ -42,7 +43,16 @@ class World:
             variables = [{"GLOO_SOCKET_IFNAME": name} for name in link.names]
         self.ranks = []
         for rank in range(self.size):
-            command = [sys.executable, "-m", "daso.worlds", store, str(rank), str(self.size), str(self._folder)]
+            command = [
+                sys.executable,
+                "-m",
+                "daso.worlds",
+                store,
+                str(rank),
+                str(self.size),
+                str(self._folder),
+                scenarios,
+            ]
             own = {**environment, **variables[rank // places], "RANK": str(rank)}
             with (self._folder / f"{rank}.err").open("w") as errors:
                 process = subprocess.Popen(
@@ -100,10 +110,10 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-def _serve(store, rank, size, folder):
+def _serve(store, rank, size, folder, module):
     import torch.distributed as dist
 
-    from daso import scenarios
+    scenarios = importlib.import_module(module)
 
     # What is printed must not mix with answers.
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -124,4 +134,4 @@ def _serve(store, rank, size, folder):
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

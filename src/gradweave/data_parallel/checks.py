@@ -1,0 +1,80 @@
+"""What can be trained data-parallel; everything else is refused before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.compat.eager import is_compiled
+from gradweave.errors import ArgumentError
+from gradweave.fusion.attach import is_fused
+from gradweave.fusion.coupling import check_independent
+from gradweave.marks import is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.split.attach import is_reordered
+
+
+def check(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises what a user must change."""
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise ArgumentError("optimizer", type(optimizer).__name__, "cannot be updated in parts; use SGD, Adam or AdamW")
+    for is_in, what in (
+        (is_in_data_parallel, "is in a DataParallel already; detach() that first"),
+        (is_in_daso, "has a DASO, which averages itself; detach() that first"),
+        (is_in_compiled_step, "is part of a compiled step; drop that step first"),
+    ):
+        if is_in(optimizer):
+            raise ArgumentError("optimizer", type(optimizer).__name__, what)
+    if is_fused(model):
+        raise ArgumentError("model", type(model).__name__, "is fused; detach() that, updates are deferred anyway")
+    if is_reordered(model):
+        raise ArgumentError("model", type(model).__name__, "is reordered; detach() that: DataParallel reorders itself")
+    for module in model.modules():
+        if isinstance(module, (nn.DataParallel, DistributedDataParallel)):
+            raise ArgumentError("model", type(module).__name__, "averages gradients itself; give its module")
+        if is_compiled(module):
+            raise ArgumentError(
+                "model", "torch.compile", "runs layers where they cannot be seen; give the plain model, or use DDP"
+            )
+    own = {id(p) for p in model.parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in own:
+                shape = f"a parameter of shape {tuple(p.shape)}"
+                raise ArgumentError("optimizer", shape, "is not in the model; give the model that owns it")
+    params = list(model.parameters())
+    if not any(p.requires_grad for p in params):
+        raise ArgumentError("model", type(model).__name__, "has no parameter that is trained")
+    if any(nn.parameter.is_lazy(p) for p in params):
+        raise ArgumentError("model", "lazy parameters", "run a forward once before you wrap the model")
+    if any(is_distributed_tensor(p) for p in params):
+        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+    if len({p.device for p in params}) > 1:
+        raise ArgumentError("model", "parameters on several devices", "give a model that is on one device")
+    check_independent(optimizer)
+
+
+def check_same(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """All ranks must have the same parameters, or averages would mix them up."""
+    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    everyone: list[list[tuple[str, tuple[int, ...], str, bool]] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    for rank, other in enumerate(everyone):
+        if other is not None and other != own:
+            here, there = next(
+                ((a, b) for a, b in zip(own, other, strict=False) if a != b), (f"{len(own)} parameters", len(other))
+            )
+            raise ArgumentError("model", here, f"is {there} on rank {rank}; construct the same model on all ranks")
+
+
+def share_state(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Gives everybody the first rank's parameters and buffers."""
+    root = dist.get_global_rank(group, 0) if group is not None else 0
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), root, group=group)

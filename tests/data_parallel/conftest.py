@@ -1,0 +1,11 @@
+import pytest
+
+from daso.worlds import World
+
+
+@pytest.fixture(scope="package")
+def two(tmp_path_factory):
+    """Two ranks."""
+    world = World(tmp_path_factory.mktemp("two"), 2, 1, scenarios="data_parallel.scenarios")
+    yield world
+    world.close()
