@@ -1,12 +1,21 @@
 """What ranks do in tests of data parallel; see ``daso.worlds``. Each returns what its test looks at."""
 
+import copy
+import os
+import signal
+import time
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from gradweave.data_parallel import DataParallel
+from gradweave.errors import GradweaveError
 from gradweave.zoo import GPT
 
 
@@ -34,8 +43,8 @@ def make(kind):
         return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(12, 12), nn.Tanh())), nn.Linear(12, 5))
     if kind == "conv":
         return nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(),
-            nn.Conv2d(8, 12, 1, groups=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8),
+            nn.ReLU(), nn.Conv2d(8, 12, 1, groups=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
         )  # fmt: skip
     if kind == "gpt":
         return GPT(vocabulary=17, width=8, blocks=2, heads=2, tokens=6)
@@ -80,7 +89,7 @@ def train(
     if way == "ddp":
         wrapped = DistributedDataParallel(model, find_unused_parameters=kind == "tied")
     else:
-        wrapped = DataParallel(model, opt, **options)
+        wrapped = wrap(model, opt, way, **options)
     rank, seen, losses, norms = dist.get_rank(), [], [], []
     for step in range(steps):
         for part in range(accumulate):
@@ -110,3 +119,371 @@ def train(
         wrapped.detach()
     dist.barrier()
     return result
+
+
+class ByHand(nn.Module):
+    """Averages after every backward, parameter by parameter, the way DistributedDataParallel does it."""
+
+    def __init__(self, model, dtype=None):
+        super().__init__()
+        self.module, self.dtype, self.syncs = model, dtype, True
+
+    def forward(self, x):
+        made = self.module(x)
+        made.register_hook(lambda _: Variable._execution_engine.queue_callback(self.average))
+        return made
+
+    def average(self):
+        for p in self.module.parameters():
+            if p.grad is not None and self.syncs:
+                message = torch.empty_like(p.grad, dtype=self.dtype or p.dtype)
+                torch.mul(p.grad, 1 / dist.get_world_size(), out=message)
+                dist.all_reduce(message)
+                p.grad.copy_(message)
+
+    @contextmanager
+    def no_sync(self):
+        self.syncs = False
+        yield
+        self.syncs = True
+
+
+def wrap(model, opt, way, **options):
+    if way == "by hand":
+        return ByHand(model)
+    return DistributedDataParallel(model) if way == "ddp" else DataParallel(model, opt, **options)
+
+
+def leave(wrapped):
+    if isinstance(wrapped, DataParallel):
+        wrapped.detach()
+    dist.barrier()
+
+
+def loop(*, way, body, kind="mlp", optimizer="adamw", steps=5, **options):
+    """A loop whose steps are one of the functions below; weights, and what they return."""
+    model = make(kind)
+    opt = optimizer_of(model.parameters(), optimizer)
+    wrapped = wrap(model, opt, way, **options)
+    notes = [BODIES[body](model, wrapped, opt, kind, step) for step in range(steps)]
+    end = weights(model)
+    leave(wrapped)
+    return {"end": end, "notes": [note for note in notes if note is not None]}
+
+
+def _backward(wrapped, kind, step):
+    loss_of(wrapped, kind, step, dist.get_rank()).backward()
+
+
+def _finish(opt):
+    opt.step()
+    opt.zero_grad()
+
+
+def reads_gradients(model, wrapped, opt, kind, step):
+    _backward(wrapped, kind, step)
+    seen = torch.cat([p.grad.flatten() for p in model.parameters()])
+    for p in model.parameters():
+        p.grad.mul_(0.5)
+    _finish(opt)
+    return seen
+
+
+def evaluates(model, wrapped, opt, kind, step):
+    _backward(wrapped, kind, step)
+    _finish(opt)
+    wrapped.eval()
+    with torch.no_grad():
+        seen = wrapped(batch(kind, 99, 0)[0])
+    wrapped.train()
+    return seen
+
+
+def two_backwards(model, wrapped, opt, kind, step):
+    _backward(wrapped, kind, 2 * step)
+    _backward(wrapped, kind, 2 * step + 1)
+    _finish(opt)
+
+
+def two_forwards_first(model, wrapped, opt, kind, step):
+    losses = [loss_of(wrapped, kind, 2 * step + part, dist.get_rank()) for part in range(2)]
+    for loss in losses:
+        loss.backward()
+    _finish(opt)
+
+
+def clears_in_place(model, wrapped, opt, kind, step):
+    _backward(wrapped, kind, step)
+    opt.step()
+    opt.zero_grad(set_to_none=False)
+
+
+def thaws(model, wrapped, opt, kind, step):
+    model[0].requires_grad_(step not in (1, 2, 3))
+    _backward(wrapped, kind, step)
+    _finish(opt)
+
+
+def throws_away(model, wrapped, opt, kind, step):
+    _backward(wrapped, kind, 50 + step)
+    opt.zero_grad()
+    _backward(wrapped, kind, step)
+    _finish(opt)
+
+
+def scales(model, wrapped, opt, kind, step):
+    scaler = opt.__dict__.setdefault("scaler_of_the_test", torch.amp.GradScaler("cpu", init_scale=8.0))
+    factor = float("inf") if step == 2 else 1.0
+    scaler.scale(factor * loss_of(wrapped, kind, step, dist.get_rank())).backward()
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+    return torch.tensor(scaler.get_scale())
+
+
+BODIES = {
+    f.__name__: f
+    for f in (
+        reads_gradients, evaluates, two_backwards, two_forwards_first, clears_in_place, thaws, throws_away, scales,
+    )
+}  # fmt: skip
+
+
+def low_precision(*, way, **options):
+    """Gradients travel as bfloat16."""
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    if way == "by hand":
+        wrapped = ByHand(model, torch.bfloat16)
+    else:
+        wrapped = DataParallel(model, opt, reduce_dtype=torch.bfloat16, **options)
+    for step in range(4):
+        _backward(wrapped, "mlp", step)
+        _finish(opt)
+    end = weights(model)
+    leave(wrapped)
+    return end
+
+
+def autocast(*, way, **options):
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    wrapped = wrap(model, opt, way, **options)
+    for step in range(4):
+        x, y = batch("mlp", step, dist.get_rank())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(wrapped(x).float(), y)
+        loss.backward()
+        _finish(opt)
+    end = weights(model)
+    leave(wrapped)
+    return end
+
+
+class Choosing(nn.Module):
+    """Each rank leaves another layer out, and both leave out a third."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.last = nn.Linear(12, 5)
+
+    def forward(self, x):
+        for number, part in enumerate(self.parts):
+            if number not in (dist.get_rank(), 2):
+                x = torch.tanh(part(x))
+        return self.last(x)
+
+
+def leaves_out(*, way, **options):
+    torch.manual_seed(0)
+    model = Choosing()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    if way == "ddp":
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        wrapped = DataParallel(model, opt, **options)
+    for step in range(4):
+        _backward(wrapped, "mlp", step)
+        _finish(opt)
+    end = weights(model)
+    leave(wrapped)
+    return end
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 5)
+        self.middle = nn.Sequential(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+
+    def forward(self, x):
+        return self.last(checkpoint(self.middle, self.first(x), use_reentrant=self.reentrant))
+
+
+def checkpoints(*, way, reentrant, **options):
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    opt = optimizer_of(model.parameters(), "adamw")
+    wrapped = wrap(model, opt, way, **options)
+    for step in range(4):
+        _backward(wrapped, "mlp", step)
+        _finish(opt)
+    end = weights(model)
+    leave(wrapped)
+    return end
+
+
+def orders(*, k):
+    """In which order gradients come, and which weights are pending when the last layer is reached."""
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    linears = [module for module in model if isinstance(module, nn.Linear)]
+    came, pending = [], []
+    for number, module in enumerate(linears):
+        module.weight.register_post_accumulate_grad_hook(lambda _, number=number: came.append(number))
+        module.register_forward_pre_hook(
+            lambda *_: pending.append([type(m.weight).__name__ == "PendingParameter" for m in linears])
+        )
+    wrapped = DataParallel(model, opt, policy="reverse_first_k", k=k, bucket_bytes=1)
+    for step in range(4):
+        came.clear()
+        pending.clear()
+        _backward(wrapped, "mlp", step)
+        _finish(opt)
+    leave(wrapped)
+    return {"came": came, "pending": pending}
+
+
+def resumes(*, at, steps, **options):
+    """A checkpoint taken in mid-run by its model's own names, and a plain model that goes on from it."""
+    model = make("conv")
+    opt = optimizer_of(model.parameters(), "adamw")
+    wrapped = DataParallel(model, opt, **options)
+    for step in range(at):
+        _backward(wrapped, "conv", step)
+        _finish(opt)
+    saved = copy.deepcopy((wrapped.state_dict(), opt.state_dict()))
+    for step in range(at, steps):
+        _backward(wrapped, "conv", step)
+        _finish(opt)
+    end = weights(model)
+    leave(wrapped)
+    fresh = make("conv")
+    for p in fresh.parameters():
+        p.data.add_(1.0)
+    other = optimizer_of(fresh.parameters(), "adamw")
+    again = DataParallel(fresh, other, **options)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    for step in range(at, steps):
+        _backward(again, "conv", step)
+        _finish(other)
+    result = weights(fresh)
+    leave(again)
+    return {"end": end, "resumed": result}
+
+
+def holds(*, byte_budget):
+    """The most that held-back gradients have kept alive, and the weights at the end."""
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    wrapped = DataParallel(model, opt, policy="reverse_first_k", k="all", byte_budget=byte_budget)
+    for step in range(4):
+        _backward(wrapped, "mlp", step)
+        _finish(opt)
+    end, held = weights(model), wrapped.most_bytes_held
+    leave(wrapped)
+    return {"end": end, "held": held}
+
+
+def differs():
+    """Models that are not the same on all ranks."""
+    model = nn.Linear(3, 2 + dist.get_rank())
+    try:
+        DataParallel(model, optimizer_of(model.parameters(), "sgd"))
+    except GradweaveError as error:
+        return str(error)
+    return ""
+
+
+def auto(*, steps=40):
+    """A link that costs next to nothing."""
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    wrapped = DataParallel(model, opt)
+    for step in range(steps):
+        _backward(wrapped, "mlp", step % 5)
+        _finish(opt)
+    result = {"explained": wrapped.explain(), "end": weights(model)}
+    leave(wrapped)
+    return result
+
+
+def fails(*, when):
+    """A backward that fails before anything was sent, or behind the first message; then another one."""
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    wrapped = DataParallel(model, opt, policy="no_barrier", bucket_bytes=1)
+    for step in range(2):
+        _backward(wrapped, "mlp", step)
+        _finish(opt)
+    x, y = batch("mlp", 2, dist.get_rank())
+    loss = F.cross_entropy(wrapped(x), y)
+
+    def fail(_):
+        raise ValueError("as the test wants it")
+
+    hook = (loss if when == "at once" else model[0].weight).register_hook(fail)
+    said = []
+    try:
+        loss.backward()
+    except ValueError as error:
+        said.append(str(error))
+    hook.remove()
+    opt.zero_grad()
+    try:
+        _backward(wrapped, "mlp", 2)
+        _finish(opt)
+    except GradweaveError as error:
+        said.append(str(error))
+    end = weights(model)
+    wrapped.detach()
+    dist.barrier()
+    return {"said": said, "end": end}
+
+
+def dies(*, policy, limit):
+    """The second rank dies in its third step; what the first hears of it, and after how long."""
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    options = {"k": 2} if policy == "reverse_first_k" else {}
+    wrapped = DataParallel(model, opt, policy=policy, timeout=limit, **options)
+    began = time.monotonic()
+    try:
+        for step in range(8):
+            began = time.monotonic()
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            _backward(wrapped, "mlp", step)
+            _finish(opt)
+        wrapped.flush()
+    except GradweaveError as error:
+        return {"said": str(error), "kind": type(error).__name__, "seconds": time.monotonic() - began}
+    return {"said": "", "kind": "", "seconds": 0.0}
+
+
+def runs_out(*, limit):
+    """The second rank has fewer batches than the first."""
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    wrapped = DataParallel(model, opt, policy="no_barrier", timeout=limit)
+    try:
+        for step in range(4 + 2 * (1 - dist.get_rank())):
+            _backward(wrapped, "mlp", step)
+            _finish(opt)
+        wrapped.flush()
+    except GradweaveError as error:
+        return str(error)
+    return ""

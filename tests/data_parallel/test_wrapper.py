@@ -26,3 +26,88 @@ def test_results_are_those_of_ddp_bit_for_bit(two, kind, options):
         assert ours[rank]["names"] == [name.removeprefix("module.") for name in ddp[rank]["names"]]
         assert all(torch.equal(a, b) for a, b in zip(ours[rank]["buffers"], ddp[rank]["buffers"], strict=True))
     assert torch.equal(ours[0]["end"], ours[1]["end"])
+
+
+KINDS_OF_LOOPS = [
+    "reads_gradients", "evaluates", "two_backwards", "two_forwards_first", "clears_in_place", "thaws", "throws_away",
+    "scales",
+]  # fmt: skip
+HELD = {"policy": "reverse_first_k", "k": 3, "bucket_bytes": 700}
+
+
+@pytest.mark.parametrize("options", [{"policy": "in_order"}, {"policy": "no_barrier"}, HELD], ids=lambda o: o["policy"])
+@pytest.mark.parametrize("body", KINDS_OF_LOOPS)
+def test_loops_of_all_kinds_give_what_ddp_gives(two, body, options):
+    ours = two.run("loop", way="ours", body=body, **options)
+    ddp = two.run("loop", way="by hand" if body in ("two_forwards_first", "thaws") else "ddp", body=body)
+    for rank in range(2):
+        assert torch.equal(ours[rank]["end"], ddp[rank]["end"])
+        for one, other in zip(ours[rank]["notes"], ddp[rank]["notes"], strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+@pytest.mark.parametrize(
+    "loop", [{"clip": 0.1}, {"accumulate": 3}, {"schedule": True, "look": True}], ids=lambda o: next(iter(o))
+)
+def test_clipping_accumulation_and_schedules(two, loop, optimizer):
+    ours = two.run("train", optimizer=optimizer, **HELD, **loop)
+    ddp = two.run("train", optimizer=optimizer, way="ddp", **loop)
+    for rank in range(2):
+        same(ours[rank], ddp[rank])
+
+
+@pytest.mark.parametrize(
+    ("scenario", "other"), [("low_precision", "by hand"), ("autocast", "ddp"), ("leaves_out", "ddp")]
+)
+def test_precisions_and_layers_left_out(two, scenario, other):
+    ours, expected = two.run(scenario, way="ours", **HELD), two.run(scenario, way=other)
+    assert all(torch.equal(ours[rank], expected[rank]) for rank in range(2))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(two, reentrant):
+    options = {"policy": "reverse_first_k", "k": "all"}
+    ours, ddp = two.run("checkpoints", way="ours", reentrant=reentrant, **options), {}
+    ddp = two.run("checkpoints", way="ddp", reentrant=reentrant)
+    assert all(torch.equal(ours[rank], ddp[rank]) for rank in range(2))
+
+
+@pytest.mark.parametrize(("k", "expected"), [(0, [4, 3, 2, 1, 0]), (2, [4, 3, 2, 0, 1]), (5, [0, 1, 2, 3, 4])])
+def test_the_first_layers_come_last_and_updates_wait_for_their_use(two, k, expected):
+    seen = two.run("orders", k=k)[0]
+    assert seen["came"] == expected
+    assert seen["pending"] == [[number >= at for number in range(5)] for at in range(5)]
+
+
+def test_a_checkpoint_in_mid_run_goes_on_bit_for_bit(two):
+    for result in two.run("resumes", at=3, steps=7, **HELD).values():
+        assert torch.equal(result["end"], result["resumed"])
+
+
+def test_a_byte_budget_is_kept(two):
+    free, bound = two.run("holds", byte_budget=None)[0], two.run("holds", byte_budget=600)[0]
+    assert free["held"] > 600 >= bound["held"] > 0
+    assert torch.equal(free["end"], bound["end"])
+
+
+def test_models_that_differ_are_refused(two):
+    answers = two.run("differs")
+    assert all("construct the same model on all ranks" in answer for answer in answers.values())
+
+
+def test_where_it_does_not_pay_steps_stay_in_stock_order(two):
+    explained = two.run("auto")[0]["explained"]
+    assert "communication is" in explained
+    assert "measured" in explained or "in stock order, with a barrier" in explained
+
+
+def test_a_backward_that_fails_before_anything_is_sent_is_forgotten(two):
+    for answer in two.run("fails", when="at once").values():
+        assert answer["said"] == ["as the test wants it"]
+
+
+def test_a_backward_that_fails_halfway_cannot_go_on(two):
+    for answer in two.run("fails", when="late").values():
+        assert answer["said"][0] == "as the test wants it"
+        assert "start again from a checkpoint" in answer["said"][1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class DataParallel(nn.Module):
         reduce_dtype: What gradients travel as, such as ``torch.bfloat16``; None for their own precision.
         broadcast_buffers: Give everybody the first rank's buffers before every forward in training.
         process_group: Ranks that train together; None for all.
+        timeout: Seconds after which a rank that does not answer counts as lost; None for torch's default.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class DataParallel(nn.Module):
         reduce_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
         _check_options(policy, k, bucket_bytes, byte_budget, reduce_dtype)
@@ -78,8 +81,10 @@ class DataParallel(nn.Module):
         self._bucket_bytes, self._byte_budget, self._dtype = bucket_bytes, byte_budget, reduce_dtype
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         self._size = len(ranks)
-        self._group = dist.new_group(ranks)
-        self._sharing = BufferSharing(model, dist.new_group(ranks)) if broadcast_buffers and self._size > 1 else None
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        self._group = dist.new_group(ranks, timeout=limit)
+        share = broadcast_buffers and self._size > 1
+        self._sharing = BufferSharing(model, dist.new_group(ranks, timeout=limit)) if share else None
         share_state(model, self._group)
         self._order: UseOrder | None = None
         self._layers: list[Layer] = []
@@ -119,13 +124,16 @@ class DataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only accumulate gradients: for all micro-batches of a step but the last."""
-        reducer = self._attached()
-        before, reducer.enabled = reducer.enabled, False
+        before = self._attached().enabled
+        self._set_syncs(False)
         try:
             yield
         finally:
-            if self._reducer is not None:
-                self._reducer.enabled = before
+            self._set_syncs(before)
+
+    def _set_syncs(self, enabled: bool) -> None:
+        if self._reducer is not None:
+            self._reducer.enabled = enabled
 
     def flush(self) -> None:
         """Applies every update that step() has decided; reading a weight does this for what it needs."""
@@ -151,6 +159,11 @@ class DataParallel(nn.Module):
     def k(self) -> int:
         """How many layers are held back now."""
         return self._arrangement.k
+
+    @property
+    def most_bytes_held(self) -> int:
+        """The most bytes that held-back weight gradients have kept alive at once."""
+        return self._queue.most_held
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own, with the model's own names."""
@@ -233,6 +246,7 @@ class DataParallel(nn.Module):
             self._updates.detach()
         if self._hooks is not None:
             self._hooks.remove()
+        syncs = self._reducer.enabled if self._reducer is not None else True
         if self._reducer is not None:
             self._reducer.close()
         self._updates = self._hooks = self._reducer = None
@@ -243,6 +257,7 @@ class DataParallel(nn.Module):
         self._reducer = Reducer(
             buckets, self._group, self._size, dtype=self._dtype, barrier=arrangement.barrier, begins=self.flush
         )
+        self._set_syncs(syncs)
         self._queue = WeightGradientQueue(InLine(), self._byte_budget)
         if not arrangement.barrier:
             self._updates = AveragedUpdates(self.module, self._optimizer, self._reducer)
