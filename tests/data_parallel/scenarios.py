@@ -14,69 +14,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from data_parallel.loops import BODIES, backward, finish
+from data_parallel.models import batch, loss_of, make, optimizer_of, weights
 from gradweave.data_parallel import DataParallel
+from gradweave.data_parallel.buffers import BufferSharing
+from gradweave.data_parallel.watch import measure_link
 from gradweave.errors import GradweaveError
-from gradweave.zoo import GPT
-
-
-class Tied(nn.Module):
-    """A weight that is used twice, one that is frozen, one that is never used, a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.body = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.frozen = nn.Linear(8, 8).requires_grad_(False)
-        self.unused = nn.Linear(3, 3)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1 + dist.get_rank()
-        return self.head(self.frozen(self.body(self.embedding(x))))
-
-
-def make(kind):
-    torch.manual_seed(0)
-    if kind == "mlp":
-        return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(12, 12), nn.Tanh())), nn.Linear(12, 5))
-    if kind == "conv":
-        return nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8),
-            nn.ReLU(), nn.Conv2d(8, 12, 1, groups=4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 5),
-        )  # fmt: skip
-    if kind == "gpt":
-        return GPT(vocabulary=17, width=8, blocks=2, heads=2, tokens=6)
-    return Tied()
-
-
-def batch(kind, step, rank):
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    if kind == "mlp":
-        return torch.randn(6, 12, generator=generator), torch.randint(0, 5, (6,), generator=generator)
-    if kind == "conv":
-        return torch.randn(6, 3, 9, 9, generator=generator), torch.randint(0, 5, (6,), generator=generator)
-    words = 17 if kind == "gpt" else 11
-    tokens = torch.randint(0, words, (3, 7), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def optimizer_of(params, name):
-    if name == "adamw":
-        return torch.optim.AdamW(params, lr=0.01)
-    if name == "fused":
-        return torch.optim.AdamW(params, lr=0.01, fused=True)
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def loss_of(model, kind, step, rank):
-    x, y = batch(kind, step, rank)
-    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten().double() for p in model.parameters()])
 
 
 def train(
@@ -171,84 +114,6 @@ def loop(*, way, body, kind="mlp", optimizer="adamw", steps=5, **options):
     return {"end": end, "notes": [note for note in notes if note is not None]}
 
 
-def _backward(wrapped, kind, step):
-    loss_of(wrapped, kind, step, dist.get_rank()).backward()
-
-
-def _finish(opt):
-    opt.step()
-    opt.zero_grad()
-
-
-def reads_gradients(model, wrapped, opt, kind, step):
-    _backward(wrapped, kind, step)
-    seen = torch.cat([p.grad.flatten() for p in model.parameters()])
-    for p in model.parameters():
-        p.grad.mul_(0.5)
-    _finish(opt)
-    return seen
-
-
-def evaluates(model, wrapped, opt, kind, step):
-    _backward(wrapped, kind, step)
-    _finish(opt)
-    wrapped.eval()
-    with torch.no_grad():
-        seen = wrapped(batch(kind, 99, 0)[0])
-    wrapped.train()
-    return seen
-
-
-def two_backwards(model, wrapped, opt, kind, step):
-    _backward(wrapped, kind, 2 * step)
-    _backward(wrapped, kind, 2 * step + 1)
-    _finish(opt)
-
-
-def two_forwards_first(model, wrapped, opt, kind, step):
-    losses = [loss_of(wrapped, kind, 2 * step + part, dist.get_rank()) for part in range(2)]
-    for loss in losses:
-        loss.backward()
-    _finish(opt)
-
-
-def clears_in_place(model, wrapped, opt, kind, step):
-    _backward(wrapped, kind, step)
-    opt.step()
-    opt.zero_grad(set_to_none=False)
-
-
-def thaws(model, wrapped, opt, kind, step):
-    model[0].requires_grad_(step not in (1, 2, 3))
-    _backward(wrapped, kind, step)
-    _finish(opt)
-
-
-def throws_away(model, wrapped, opt, kind, step):
-    _backward(wrapped, kind, 50 + step)
-    opt.zero_grad()
-    _backward(wrapped, kind, step)
-    _finish(opt)
-
-
-def scales(model, wrapped, opt, kind, step):
-    scaler = opt.__dict__.setdefault("scaler_of_the_test", torch.amp.GradScaler("cpu", init_scale=8.0))
-    factor = float("inf") if step == 2 else 1.0
-    scaler.scale(factor * loss_of(wrapped, kind, step, dist.get_rank())).backward()
-    scaler.step(opt)
-    scaler.update()
-    opt.zero_grad()
-    return torch.tensor(scaler.get_scale())
-
-
-BODIES = {
-    f.__name__: f
-    for f in (
-        reads_gradients, evaluates, two_backwards, two_forwards_first, clears_in_place, thaws, throws_away, scales,
-    )
-}  # fmt: skip
-
-
 def low_precision(*, way, **options):
     """Gradients travel as bfloat16."""
     model = make("mlp")
@@ -258,8 +123,8 @@ def low_precision(*, way, **options):
     else:
         wrapped = DataParallel(model, opt, reduce_dtype=torch.bfloat16, **options)
     for step in range(4):
-        _backward(wrapped, "mlp", step)
-        _finish(opt)
+        backward(wrapped, "mlp", step)
+        finish(opt)
     end = weights(model)
     leave(wrapped)
     return end
@@ -274,7 +139,7 @@ def autocast(*, way, **options):
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(wrapped(x).float(), y)
         loss.backward()
-        _finish(opt)
+        finish(opt)
     end = weights(model)
     leave(wrapped)
     return end
@@ -304,8 +169,8 @@ def leaves_out(*, way, **options):
     else:
         wrapped = DataParallel(model, opt, **options)
     for step in range(4):
-        _backward(wrapped, "mlp", step)
-        _finish(opt)
+        backward(wrapped, "mlp", step)
+        finish(opt)
     end = weights(model)
     leave(wrapped)
     return end
@@ -328,8 +193,8 @@ def checkpoints(*, way, reentrant, **options):
     opt = optimizer_of(model.parameters(), "adamw")
     wrapped = wrap(model, opt, way, **options)
     for step in range(4):
-        _backward(wrapped, "mlp", step)
-        _finish(opt)
+        backward(wrapped, "mlp", step)
+        finish(opt)
     end = weights(model)
     leave(wrapped)
     return end
@@ -350,8 +215,8 @@ def orders(*, k):
     for step in range(4):
         came.clear()
         pending.clear()
-        _backward(wrapped, "mlp", step)
-        _finish(opt)
+        backward(wrapped, "mlp", step)
+        finish(opt)
     leave(wrapped)
     return {"came": came, "pending": pending}
 
@@ -362,12 +227,12 @@ def resumes(*, at, steps, **options):
     opt = optimizer_of(model.parameters(), "adamw")
     wrapped = DataParallel(model, opt, **options)
     for step in range(at):
-        _backward(wrapped, "conv", step)
-        _finish(opt)
+        backward(wrapped, "conv", step)
+        finish(opt)
     saved = copy.deepcopy((wrapped.state_dict(), opt.state_dict()))
     for step in range(at, steps):
-        _backward(wrapped, "conv", step)
-        _finish(opt)
+        backward(wrapped, "conv", step)
+        finish(opt)
     end = weights(model)
     leave(wrapped)
     fresh = make("conv")
@@ -378,8 +243,8 @@ def resumes(*, at, steps, **options):
     again.load_state_dict(saved[0])
     other.load_state_dict(saved[1])
     for step in range(at, steps):
-        _backward(again, "conv", step)
-        _finish(other)
+        backward(again, "conv", step)
+        finish(other)
     result = weights(fresh)
     leave(again)
     return {"end": end, "resumed": result}
@@ -391,8 +256,8 @@ def holds(*, byte_budget):
     opt = optimizer_of(model.parameters(), "sgd")
     wrapped = DataParallel(model, opt, policy="reverse_first_k", k="all", byte_budget=byte_budget)
     for step in range(4):
-        _backward(wrapped, "mlp", step)
-        _finish(opt)
+        backward(wrapped, "mlp", step)
+        finish(opt)
     end, held = weights(model), wrapped.most_bytes_held
     leave(wrapped)
     return {"end": end, "held": held}
@@ -414,8 +279,8 @@ def auto(*, steps=40):
     opt = optimizer_of(model.parameters(), "sgd")
     wrapped = DataParallel(model, opt)
     for step in range(steps):
-        _backward(wrapped, "mlp", step % 5)
-        _finish(opt)
+        backward(wrapped, "mlp", step % 5)
+        finish(opt)
     result = {"explained": wrapped.explain(), "end": weights(model)}
     leave(wrapped)
     return result
@@ -427,8 +292,8 @@ def fails(*, when):
     opt = optimizer_of(model.parameters(), "sgd")
     wrapped = DataParallel(model, opt, policy="no_barrier", bucket_bytes=1)
     for step in range(2):
-        _backward(wrapped, "mlp", step)
-        _finish(opt)
+        backward(wrapped, "mlp", step)
+        finish(opt)
     x, y = batch("mlp", 2, dist.get_rank())
     loss = F.cross_entropy(wrapped(x), y)
 
@@ -444,8 +309,8 @@ def fails(*, when):
     hook.remove()
     opt.zero_grad()
     try:
-        _backward(wrapped, "mlp", 2)
-        _finish(opt)
+        backward(wrapped, "mlp", 2)
+        finish(opt)
     except GradweaveError as error:
         said.append(str(error))
     end = weights(model)
@@ -466,8 +331,8 @@ def dies(*, policy, limit):
             began = time.monotonic()
             if step == 3 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-            _backward(wrapped, "mlp", step)
-            _finish(opt)
+            backward(wrapped, "mlp", step)
+            finish(opt)
         wrapped.flush()
     except GradweaveError as error:
         return {"said": str(error), "kind": type(error).__name__, "seconds": time.monotonic() - began}
@@ -481,9 +346,22 @@ def runs_out(*, limit):
     wrapped = DataParallel(model, opt, policy="no_barrier", timeout=limit)
     try:
         for step in range(4 + 2 * (1 - dist.get_rank())):
-            _backward(wrapped, "mlp", step)
-            _finish(opt)
+            backward(wrapped, "mlp", step)
+            finish(opt)
         wrapped.flush()
     except GradweaveError as error:
         return str(error)
     return ""
+
+
+def measures_link():
+    link = measure_link(None, torch.device("cpu"))
+    return {"bandwidth": link.bandwidth, "latency": link.latency}
+
+
+def shares_buffers():
+    model = nn.Module()
+    model.register_buffer("value", torch.full((3,), float(dist.get_rank())))
+    model.register_buffer("count", torch.tensor(7 + dist.get_rank()))
+    BufferSharing(model, dist.group.WORLD).share()
+    return {name: value.clone() for name, value in model.named_buffers()}

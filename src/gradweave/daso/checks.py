@@ -14,7 +14,7 @@ from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.daso.topology import Groups, Topology
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused
-from gradweave.marks import is_in_compiled_step, is_in_daso
+from gradweave.marks import is_in_compiled_step, is_in_daso, is_in_data_parallel
 
 
 def check(model: nn.Module, optimizer: Optimizer, topology: Topology) -> None:
@@ -29,6 +29,10 @@ def check(model: nn.Module, optimizer: Optimizer, topology: Topology) -> None:
         )
     if is_in_compiled_step(optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "is part of a compiled step; drop that step first")
+    if is_in_data_parallel(optimizer):
+        raise ArgumentError(
+            "optimizer", type(optimizer).__name__, "is in a DataParallel over all ranks; detach() that first"
+        )
     if is_fused(model):
         raise ArgumentError(
             "model", type(model).__name__, "is fused: updates would come before averages; detach() that"

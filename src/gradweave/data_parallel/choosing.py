@@ -159,9 +159,6 @@ class Choice:
         self._group, self._device = group, device
         self._bucket_bytes, self._byte_budget = bucket_bytes, byte_budget
         self._trial: Trial | None = None
-        if dist.get_world_size(group) == 1:
-            self.watch.close()
-            self.watch, self.is_made, self.reason = None, True, "there is one rank"
 
     def step_begins(self) -> Arrangement:
         """How the step that begins now is to be taken."""

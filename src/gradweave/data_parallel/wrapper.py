@@ -39,7 +39,8 @@ class DataParallel(nn.Module):
     waits for nothing but its own gradients, and happens just before its layer is used again; and the weight
     gradients of the first ``k`` layers are computed last, first layer first, so that what the next forward
     needs first is also sent first. The loop stays as it is. Whoever looks at a gradient or a weight sees
-    it averaged, and updated: clipping by norm works, and waits for all gradients.
+    it averaged, and updated: clipping by norm works, and waits for all gradients. Without a process group there
+    is one rank, which has nothing to average.
 
     Args:
         model: The same on all ranks; the first rank's weights and buffers are given to all.
@@ -73,19 +74,22 @@ class DataParallel(nn.Module):
         super().__init__()
         _check_options(policy, k, bucket_bytes, byte_budget, reduce_dtype)
         check(model, optimizer)
-        check_same(model, process_group)
         self.module = model
         self._optimizer = optimizer
         self._device = next(model.parameters()).device
         self._policy, self._k = policy, k
         self._bucket_bytes, self._byte_budget, self._dtype = bucket_bytes, byte_budget, reduce_dtype
-        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self._size = len(ranks)
-        limit = None if timeout is None else timedelta(seconds=timeout)
-        self._group = dist.new_group(ranks, timeout=limit)
-        share = broadcast_buffers and self._size > 1
-        self._sharing = BufferSharing(model, dist.new_group(ranks, timeout=limit)) if share else None
-        share_state(model, self._group)
+        self._size = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        self._group: dist.ProcessGroup | None = None
+        self._sharing: BufferSharing | None = None
+        if self._size > 1:
+            check_same(model, process_group)
+            ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            limit = None if timeout is None else timedelta(seconds=timeout)
+            self._group = dist.new_group(ranks, timeout=limit)
+            share_state(model, self._group)
+            if broadcast_buffers:
+                self._sharing = BufferSharing(model, dist.new_group(ranks, timeout=limit))
         self._order: UseOrder | None = None
         self._layers: list[Layer] = []
         self._reducer: Reducer | None = None
@@ -210,8 +214,8 @@ class DataParallel(nn.Module):
             self._settle_order(self._order)
             self._order = None
             given = self._given()
-            if given is not None:
-                self._arrange(given)
+            if given is not None or self._group is None:
+                self._arrange(given or STOCK)
                 return
             self._choice = Choice(
                 self._layers, self._optimizer, self._group, self._device, self._bucket_bytes, self._byte_budget,
@@ -225,11 +229,12 @@ class DataParallel(nn.Module):
     def _settle_order(self, order: UseOrder) -> None:
         order.close()
         agreed = [order.numbers()]
-        dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
+        if self._group is not None:
+            dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
         self._layers = order.layers(agreed[0])
 
     def _given(self) -> Arrangement | None:
-        """What the user has asked for; None if it is to be found out."""
+        """What the user has asked for; None if it is to be found out, among several ranks."""
         if self._policy in ("no_barrier", "in_order"):
             return Arrangement(barrier=self._policy == "in_order")
         if self._k is None:
@@ -253,7 +258,8 @@ class DataParallel(nn.Module):
         if arrangement is None:
             return
         self._arrangement = arrangement
-        buckets = messages(self._layers, arrangement.k, self._bucket_bytes)
+        alone = self._group is None and arrangement.barrier
+        buckets = [] if alone else messages(self._layers, arrangement.k, self._bucket_bytes)
         self._reducer = Reducer(
             buckets, self._group, self._size, dtype=self._dtype, barrier=arrangement.barrier, begins=self.flush
         )
@@ -292,8 +298,6 @@ class DataParallel(nn.Module):
 def _check_options(
     policy: str, k: int | str | None, bucket_bytes: int, byte_budget: int | None, dtype: torch.dtype | None
 ) -> None:
-    if not dist.is_initialized():
-        raise GradweaveError("there is no process group; call torch.distributed.init_process_group() first")
     if policy not in POLICIES:
         raise ArgumentError("policy", policy, f"use one of {', '.join(POLICIES)}")
     if k is not None and policy != "reverse_first_k":

@@ -19,7 +19,7 @@ from gradweave.compat.eager import flat_leaves, map_nested, mark_stepped, step_p
 from gradweave.compat.tracing import DynamoError, TooManyVariantsError, dynamo_compile
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.attach import is_fused
-from gradweave.marks import is_in_daso, mark_compiled
+from gradweave.marks import is_in_daso, is_in_data_parallel, mark_compiled
 from gradweave.split.attach import is_reordered
 from gradweave.whole_step.optimizer_inputs import NoStateError
 from gradweave.whole_step.packing import SharedState
@@ -115,6 +115,12 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
     if is_in_daso(optimizer):
         raise ArgumentError(
             "optimizer", type(optimizer).__name__, "has a DASO, which a graph would run without; detach() that first"
+        )
+    if is_in_data_parallel(optimizer):
+        raise ArgumentError(
+            "optimizer",
+            type(optimizer).__name__,
+            "is in a DataParallel, which averages outside of a graph; detach() that",
         )
     if is_fused(model):
         raise ArgumentError("model", type(model).__name__, "is fused; detach() that first, compile() does its work")

@@ -1,0 +1,67 @@
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from gradweave.data_parallel.held_back import Watched
+from gradweave.data_parallel.layers import UseOrder
+from gradweave.data_parallel.watch import StepWatch
+from gradweave.split.queue import WeightGradientQueue
+
+FORWARD, BACKWARD, UPDATE = 0.004, 0.008, 0.02
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(FORWARD)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(BACKWARD)
+        return grad.clone()
+
+
+class SlowLinear(nn.Linear):
+    def forward(self, x):
+        return super().forward(Slow.apply(x))
+
+
+class SlowOptimizer(torch.optim.SGD):
+    def step(self, closure=None):
+        time.sleep(UPDATE)
+        return super().step(closure)
+
+
+def test_costs_are_those_of_the_layers():
+    model = nn.Sequential(nn.Linear(3, 3), SlowLinear(3, 300), nn.ReLU(), nn.Linear(300, 1))
+    optimizer = SlowOptimizer(model.parameters(), lr=0.1)
+    order = UseOrder(model)
+    model(torch.ones(2, 3))
+    order.close()
+    layers = order.layers(order.numbers())
+    watch = StepWatch(layers, optimizer, torch.device("cpu"))
+    for _ in range(4):
+        with Watched(WeightGradientQueue(watch), layers):
+            loss = model(torch.ones(2, 3)).sum()
+        watch.backward_begins()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first, slow, last = watch.close().layers
+    assert slow.forward >= FORWARD > first.forward
+    assert first.input_grad >= BACKWARD > last.input_grad
+    assert all(cost.weight_grad > 0 for cost in (first, slow, last))
+    assert first.update + slow.update + last.update == pytest.approx(UPDATE, rel=1.0)
+    assert slow.parameter_bytes == 4 * 4 * 300
+    assert slow.output_bytes == 4 * 2 * 300
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_link_is_measured_the_same_on_all_ranks(two):
+    measured = two.run("measures_link")
+    assert measured[0] == measured[1]
+    assert measured[0]["bandwidth"] > 1e6
+    assert 0 <= measured[0]["latency"] < 1
