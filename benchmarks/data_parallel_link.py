@@ -24,17 +24,19 @@ from gradweave.compare.run import environment
 from gradweave.compare.statistics import paired_ratio, percentiles
 
 HERE = Path(__file__).parent
-RATIOS = (0.3, 0.5, 0.75, 0.9, 1.0, 1.25, 1.5)
-BUCKET_BYTES = {"waiting resnet50": 512 << 10, "waiting uniform": 512 << 10, "resnet18": 4 << 20, "gpt": 4 << 20}
-"""The emulated layers are an eighth of the real ones; so are their messages."""
+RATIOS = (0.3, 0.6, 0.75, 0.9, 1.0, 1.5)
+SHRUNK = {"waiting resnet50": 8, "waiting uniform": 8, "resnet18": 1, "gpt": 1}
+"""The emulated layers are an eighth of the real ones; so are their messages, of all variants."""
+OURS, DEFAULT = 4 << 20, 25 << 20
+"""Bytes of a message: ours, and DistributedDataParallel's default."""
 SETTINGS = {
-    "waiting resnet50, 2 ranks": ("waiting resnet50", 1, 0.6),
-    "waiting resnet50, 4 ranks": ("waiting resnet50", 2, 0.6),
-    "waiting uniform, 2 ranks": ("waiting uniform", 1, 0.6),
+    "waiting resnet50, 2 ranks": ("waiting resnet50", 1, 0.4),
+    "waiting resnet50, 4 ranks": ("waiting resnet50", 2, 0.4),
+    "waiting uniform, 2 ranks": ("waiting uniform", 1, 0.4),
     "resnet18, 2 ranks, real compute": ("resnet18", 1, 0.0),
     "gpt, 2 ranks, real compute": ("gpt", 1, 0.0),
 }
-ROUNDS, STEPS = 4, 8
+ROUNDS, STEPS = 3, 5
 COLOURS = {"no_barrier": "#66aa55", "reverse_first_k": "#228833", "auto": "#4477aa", "ddp (again)": "#999999"}
 
 
@@ -74,17 +76,19 @@ def measure(name: str, ratio: float, rounds: int) -> list[dict[str, object]]:
     """All variants of one setting, in turns."""
     model, places, seconds = SETTINGS[name]
     common = {"model": model, "seconds": seconds}
-    bucket_bytes = BUCKET_BYTES[model]
+    bucket_bytes, default_bytes = OURS // SHRUNK[model], DEFAULT // SHRUNK[model]
     with Link(10_000.0) as link, Ranks(link, places) as ranks:
-        free = ranks.do(job="predict", megabits=1e6, bucket_bytes=bucket_bytes, **common)
+        free = ranks.do(job="predict", megabits=1e6, bucket_bytes=bucket_bytes, default_bytes=default_bytes, **common)
         compute, size = max(one["compute"] for one in free), free[0]["bytes"]
         ways = 2 * places
         megabits = 2 * (ways - 1) / ways * size * 8 / 1e6 / (ratio * compute)
         link.shape(megabits)
-        predicted = ranks.do(job="predict", megabits=megabits, bucket_bytes=bucket_bytes, **common)[0]
+        predicted = ranks.do(
+            job="predict", megabits=megabits, bucket_bytes=bucket_bytes, default_bytes=default_bytes, **common
+        )[0]
         k = predicted["k"]
         variants = {
-            "ddp": ("ddp", {}),
+            "ddp": ("ddp", {"bucket_cap_mb": default_bytes / 2**20}),
             "ddp_small": ("ddp", {"bucket_cap_mb": bucket_bytes / 2**20}),
             "no_barrier": ("ours", {"policy": "no_barrier", "bucket_bytes": bucket_bytes}),
             "reverse_first_k": ("ours", {"policy": "reverse_first_k", "k": k, "bucket_bytes": bucket_bytes}),

@@ -123,7 +123,7 @@ class Variant:
         return spent / count, float(loss.detach())
 
 
-def predict(model: str, seconds: float, megabits: float, bucket_bytes: int) -> dict[str, Any]:
+def predict(model: str, seconds: float, megabits: float, bucket_bytes: int, default_bytes: int) -> dict[str, Any]:
     """What the simulator says of steps whose layers were measured without communication."""
     plain, loss = make(model, seconds)
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9)
@@ -147,7 +147,7 @@ def predict(model: str, seconds: float, megabits: float, bucket_bytes: int) -> d
     ranks = dist.get_world_size()
     best, _ = simulate(costs, link, ranks, bucket_bytes, None)
     none, _ = simulate(costs, link, ranks, bucket_bytes, None, k=0)
-    default, _ = simulate(costs, link, ranks, 25 << 20, None, k=0)
+    default, _ = simulate(costs, link, ranks, default_bytes, None, k=0)
     return {
         "compute": sum(c.forward + c.input_grad + c.weight_grad + c.update for c in costs.layers),
         "bytes": sum(c.parameter_bytes for c in costs.layers), "ratio": best.ratio, "k": best.arrangement.k,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradweave.daso import DASO
+    from gradweave.data_parallel import DataParallel
     from gradweave.errors import GradweaveError
     from gradweave.fusion import Fusion, fuse
     from gradweave.schedule import Schedule, TaskGraph, Timeline, plan
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["DASO", "Fusion", "GradweaveError", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse", "plan"]
+__all__ = [
+    "DASO", "DataParallel", "Fusion", "GradweaveError", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse",
+    "plan",
+]  # fmt: skip
 
 _HOMES = {
     "DASO": "gradweave.daso",
+    "DataParallel": "gradweave.data_parallel",
     "Fusion": "gradweave.fusion",
     "GradweaveError": "gradweave.errors",
     "Schedule": "gradweave.schedule",

@@ -9,3 +9,11 @@ def two(tmp_path_factory):
     world = World(tmp_path_factory.mktemp("two"), 2, 1, scenarios="data_parallel.scenarios")
     yield world
     world.close()
+
+
+@pytest.fixture(scope="package")
+def four(tmp_path_factory):
+    """Four ranks."""
+    world = World(tmp_path_factory.mktemp("four"), 4, 1, scenarios="data_parallel.scenarios")
+    yield world
+    world.close()

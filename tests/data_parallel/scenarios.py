@@ -1,9 +1,11 @@
 """What ranks do in tests of data parallel; see ``daso.worlds``. Each returns what its test looks at."""
 
 import copy
+import io
 import os
 import signal
 import time
+import warnings
 from contextlib import contextmanager
 
 import torch
@@ -300,7 +302,7 @@ def fails(*, when):
     def fail(_):
         raise ValueError("as the test wants it")
 
-    hook = (loss if when == "at once" else model[0].weight).register_hook(fail)
+    hook = model[8 if when == "early" else 0].weight.register_hook(fail)
     said = []
     try:
         loss.backward()
@@ -313,10 +315,9 @@ def fails(*, when):
         finish(opt)
     except GradweaveError as error:
         said.append(str(error))
-    end = weights(model)
     wrapped.detach()
     dist.barrier()
-    return {"said": said, "end": end}
+    return {"said": said}
 
 
 def dies(*, policy, limit):
@@ -335,7 +336,16 @@ def dies(*, policy, limit):
             finish(opt)
         wrapped.flush()
     except GradweaveError as error:
-        return {"said": str(error), "kind": type(error).__name__, "seconds": time.monotonic() - began}
+        spent, again = time.monotonic() - began, ""
+        try:
+            wrapped.state_dict()
+        except GradweaveError as second:
+            again = type(second).__name__
+        with warnings.catch_warnings(record=True):
+            plain = wrapped.detach()
+        whole = all(torch.isfinite(p).all() and type(p) is nn.Parameter for p in plain.parameters())
+        torch.save(plain.state_dict(), "saved.pt")
+        return {"said": str(error), "kind": type(error).__name__, "seconds": spent, "again": again, "whole": whole}
     return {"said": "", "kind": "", "seconds": 0.0}
 
 
@@ -365,3 +375,59 @@ def shares_buffers():
     model.register_buffer("count", torch.tensor(7 + dist.get_rank()))
     BufferSharing(model, dist.group.WORLD).share()
     return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def options_differ():
+    model = make("mlp")
+    try:
+        DataParallel(model, optimizer_of(model.parameters(), "sgd"), bucket_bytes=100 + dist.get_rank())
+    except GradweaveError as error:
+        return str(error)
+    return ""
+
+
+def nests():
+    model = make("conv")
+    parent = nn.ModuleDict({"inner": DataParallel(model, optimizer_of(model.parameters(), "sgd"))})
+    saved = {name: value + 1 for name, value in parent.state_dict().items()}
+    parent.load_state_dict(saved)
+    right = all(torch.equal(value, saved[f"inner.{name}"]) for name, value in model.state_dict().items())
+    parent["inner"].detach()
+    return right and "inner.0.weight" in saved
+
+
+def copies():
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    wrapped = DataParallel(model, opt, policy="no_barrier")
+    for step in range(3):
+        backward(wrapped, "mlp", step)
+        finish(opt)
+    buffer = io.BytesIO()
+    torch.save(wrapped, buffer)
+    buffer.seek(0)
+    made = [copy.deepcopy(wrapped), torch.load(buffer, weights_only=False)]
+    averaged = torch.optim.swa_utils.AveragedModel(wrapped)
+    averaged.update_parameters(wrapped)
+    same = all(torch.equal(weights(one), weights(model)) for one in (*made, averaged.module))
+    loss_of(made[0], "mlp", 0, 0).backward()
+    trains = made[0][0].weight.grad is not None
+    leave(wrapped)
+    return type(made[1]).__name__, same, trains
+
+
+def in_parts():
+    """Two groups of two ranks, each with a wrapper of its own; then a group of all."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    rank = dist.get_rank()
+    model = make("conv")
+    opt = optimizer_of(model.parameters(), "sgd")
+    wrapped = DataParallel(model, opt, policy="no_barrier", process_group=groups[rank // 2])
+    dist.new_group()
+    for step in range(4):
+        backward(wrapped, "conv", step)
+        finish(opt)
+    end = weights(model)
+    wrapped.detach()
+    dist.barrier()
+    return end

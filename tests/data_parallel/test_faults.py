@@ -17,6 +17,8 @@ def test_a_rank_that_dies_is_an_error_on_the_others(doomed, policy):
     assert heard["kind"] == "LostRankError"
     assert "a rank is lost" in heard["said"]
     assert heard["seconds"] < 30
+    assert heard["again"] == ("" if policy == "in_order" else "LostRankError")
+    assert heard["whole"]
 
 
 def test_a_rank_that_runs_out_of_batches_is_an_error_on_the_others(doomed):

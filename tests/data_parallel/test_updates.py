@@ -10,17 +10,17 @@ def test_an_update_waits_for_its_own_message_and_for_no_other():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer = Reducer([list(part.parameters()) for part in reversed(model)], None, 1)
+    reducer = Reducer([list(part.parameters()) for part in reversed(model)], None)
     updates = AveragedUpdates(model, optimizer, reducer)
     StepHooks(optimizer, updates.before_step, updates.after_step)
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert [bucket.is_on_its_way for bucket in reducer.buckets] == [True, True, True]
+    assert [message.is_on_its_way for message in reducer.messages] == [True, True, True]
     before = model[1].weight.data_ptr()
     model[1].weight.sum()
     assert model[1].weight.data_ptr() == before
-    assert [bucket.is_on_its_way for bucket in reducer.buckets] == [True, False, True]
+    assert [message.is_on_its_way for message in reducer.messages] == [True, False, True]
     updates.flush()
-    assert not any(bucket.is_on_its_way for bucket in reducer.buckets)
+    assert not any(message.is_on_its_way for message in reducer.messages)

@@ -137,6 +137,11 @@ def add_one(tensors: list[torch.Tensor]) -> None:
     torch._foreach_add_(tensors, 1)
 
 
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors share a tensor's memory, itself included."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
 def free_matmul_workspaces() -> None:
     """Frees what cuBLAS keeps for every thread and stream that has multiplied; it is made anew where needed.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -54,22 +56,27 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
         raise ArgumentError("model", "lazy parameters", "run a forward once before you wrap the model")
     if any(is_distributed_tensor(p) for p in params):
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+    for tensor in (*params, *model.buffers()):
+        if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
+            shape = f"a tensor of shape {tuple(tensor.shape)}"
+            raise ArgumentError("model", shape, "has elements that share memory; give it memory of its own by clone()")
     if len({p.device for p in params}) > 1:
         raise ArgumentError("model", "parameters on several devices", "give a model that is on one device")
     check_independent(optimizer)
 
 
-def check_same(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """All ranks must have the same parameters, or averages would mix them up."""
-    own = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    everyone: list[list[tuple[str, tuple[int, ...], str, bool]] | None] = [None] * dist.get_world_size(group)
+def check_same(model: nn.Module, options: Sequence[object], group: dist.ProcessGroup | None) -> None:
+    """All ranks must have the same parameters and options, or averages would mix them up."""
+    own: list[tuple[object, ...]] = [("the options", *map(str, options))]
+    own += [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+    own += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
+    everyone: list[list[tuple[object, ...]] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, own, group=group)
     for rank, other in enumerate(everyone):
         if other is not None and other != own:
-            here, there = next(
-                ((a, b) for a, b in zip(own, other, strict=False) if a != b), (f"{len(own)} parameters", len(other))
-            )
-            raise ArgumentError("model", here, f"is {there} on rank {rank}; construct the same model on all ranks")
+            apart = [(a, b) for a, b in zip(own, other, strict=False) if a != b]
+            here, there = apart[0] if apart else (own[-1], other[-1])
+            raise ArgumentError("model", here, f"is {there} on rank {rank}; construct the same on all ranks")
 
 
 def share_state(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -77,4 +84,6 @@ def share_state(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     root = dist.get_global_rank(group, 0) if group is not None else 0
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), root, group=group)
+            dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+            dist.broadcast(dense, root, group=group)
+            tensor.copy_(dense)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from gradweave.data_parallel.failures import named
 from gradweave.data_parallel.layers import Layer
 from gradweave.data_parallel.watch import StepWatch, measure_link
 from gradweave.schedule.builders import data_parallel
@@ -176,11 +177,18 @@ class Choice:
         self.reason = f"{self.reason}; measured {1e3 * proposed:.1f} ms against {1e3 * stock:.1f} ms"
         return chosen
 
+    def close(self) -> None:
+        """Lets go of what is watched."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+
     def _propose(self, watch: StepWatch) -> Arrangement:
         costs, self.watch = watch.close(), None
         agreed = [costs]
-        dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
-        link = measure_link(self._group, self._device)
+        with named("costs could not be agreed on"):
+            dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
+            link = measure_link(self._group, self._device)
         ranks = dist.get_world_size(self._group)
         self.prediction, _ = simulate(agreed[0], link, ranks, self._bucket_bytes, self._byte_budget)
         stock, best = self.prediction.stock, self.prediction.best
@@ -200,5 +208,6 @@ class Choice:
 
     def _slowest(self, numbers: list[float]) -> list[float]:
         together = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
+        with named("times could not be agreed on"):
+            dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
         return list(together.tolist())

@@ -11,11 +11,19 @@ from gradweave.compat.eager import no_torch_function
 from gradweave.fusion.pending import METADATA
 
 
-def pending_class(wait: Callable[[], None]) -> type[torch.Tensor]:
-    """A class that the gradients of a bucket take on while they are averaged.
+def pending_class(find_wait: Callable[[], Callable[[], None] | None]) -> type[torch.Tensor]:
+    """A class that gradients take on while they are averaged, or while an update with them is still to come.
 
-    Any torch function given such a gradient calls ``wait`` first, which must give it back its own class.
+    Any torch function given such a gradient waits first, which must give it back its own class.
+
+    Args:
+        find_wait: Gives what waits; None once there is nothing to wait for.
     """
+
+    def wait() -> None:
+        found = find_wait()
+        if found is not None:
+            found()
 
     class PendingGradient(torch.Tensor):
         @classmethod

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave.compat.eager import no_torch_function
+from gradweave.data_parallel.gradients import is_pending, pending_class
 from gradweave.data_parallel.reducer import Reducer
 from gradweave.fusion.buckets import Bucket
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.norms import NormTracker
+from gradweave.fusion.pending import restore
 
 
 class AveragedUpdates(ForwardEngine):
-    """Forward-fusion whose buckets are the reducer's, and whose updates wait for them."""
+    """Forward-fusion whose buckets are the reducer's messages, and whose updates wait for them.
+
+    Gradients stay where they are behind ``step()``: whoever looks at one, or adds to it, has its update done first.
+    """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: Reducer) -> None:
         super().__init__(model, optimizer, NormTracker(enabled=False))
@@ -25,9 +33,39 @@ class AveragedUpdates(ForwardEngine):
         """Brings a parameter up to date if its update is pending."""
         self._resolve_param(p)
 
+    def discard(self) -> None:
+        """Forgets what is pending: weights stay as they are, and the optimizer's state."""
+        for update in self._pending.values():
+            restore(update.bucket.params, self._guards)
+        self._pending.clear()
+        if self._state is not None:
+            self.optimizer.state, self._state = self._state, None
+
+    def before_step(self, is_last: bool) -> None:
+        """As in forward-fusion, but gradients can still be seen."""
+        super().before_step(is_last)
+        for update in self._pending.values():
+            shown_class = pending_class(partial(partial, self._show, update.bucket.number))
+            for p, grad in zip(update.bucket.params, update.grads, strict=True):
+                with no_torch_function():
+                    shown = grad.view_as(grad)
+                shown.__class__ = shown_class
+                p.grad = shown
+
+    def _show(self, number: int) -> None:
+        if number in self._pending:
+            self._resolve(self._pending[number])
+
+    def _make_visible(self, update: Any) -> None:
+        shown = [p.grad for p in update.bucket.params]
+        super()._make_visible(update)
+        for grad in shown:
+            if is_pending(grad):
+                grad.__class__ = torch.Tensor
+
     def _learned(self, params: list[nn.Parameter]) -> None:
         super()._learned(params)
-        self.buckets = _as_updated(self.optimizer, [bucket.params for bucket in self._reducer.buckets])
+        self.buckets = _as_updated(self.optimizer, [message.params for message in self._reducer.messages])
         self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
 
     def _apply(self, update: Any) -> None:

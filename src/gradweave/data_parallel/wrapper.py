@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -12,15 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat.eager import current_backward, flat_leaves, no_torch_function
-from gradweave.compat.tracing import NO_BACKWARD
+from gradweave.announce import announce
+from gradweave.compat.eager import flat_leaves, no_torch_function
 from gradweave.data_parallel.buffers import BufferSharing
 from gradweave.data_parallel.checks import check, check_same, share_state
 from gradweave.data_parallel.choosing import STOCK, Arrangement, Choice
+from gradweave.data_parallel.failures import LostRankError, named
 from gradweave.data_parallel.held_back import HeldBack, Watched
 from gradweave.data_parallel.layers import Layer, UseOrder, messages
 from gradweave.data_parallel.reducer import Reducer
 from gradweave.data_parallel.updates import AveragedUpdates
+from gradweave.data_parallel.watch import StepWatch
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.hooks import StepHooks
 from gradweave.marks import mark_data_parallel
@@ -73,23 +76,25 @@ class DataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _check_options(policy, k, bucket_bytes, byte_budget, reduce_dtype)
+        if timeout is not None and process_group is not None:
+            raise ArgumentError("timeout", timeout, "is the process_group's own; give it where that is made")
         check(model, optimizer)
         self.module = model
         self._optimizer = optimizer
         self._device = next(model.parameters()).device
         self._policy, self._k = policy, k
         self._bucket_bytes, self._byte_budget, self._dtype = bucket_bytes, byte_budget, reduce_dtype
-        self._size = dist.get_world_size(process_group) if dist.is_initialized() else 1
+        self._size = _size_of(process_group)
         self._group: dist.ProcessGroup | None = None
         self._sharing: BufferSharing | None = None
         if self._size > 1:
-            check_same(model, process_group)
-            ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            options = (policy, k, bucket_bytes, byte_budget, reduce_dtype, broadcast_buffers)
+            check_same(model, options, process_group)
             limit = None if timeout is None else timedelta(seconds=timeout)
-            self._group = dist.new_group(ranks, timeout=limit)
+            self._group = process_group or dist.new_group(timeout=limit)
             share_state(model, self._group)
             if broadcast_buffers:
-                self._sharing = BufferSharing(model, dist.new_group(ranks, timeout=limit))
+                self._sharing = BufferSharing(model, process_group or dist.new_group(timeout=limit))
         self._order: UseOrder | None = None
         self._layers: list[Layer] = []
         self._reducer: Reducer | None = None
@@ -97,12 +102,12 @@ class DataParallel(nn.Module):
         self._hooks: StepHooks | None = None
         self._choice: Choice | None = None
         self._arrangement = STOCK
-        self._trained: tuple[bool, ...] = ()
+        self._trained: tuple[Any, ...] = ()
         self._stepped = False
-        self._begun = NO_BACKWARD
         self._queue = WeightGradientQueue(InLine())
         self._behind_step = optimizer.register_step_post_hook(self._note_step)
         mark_data_parallel(optimizer, self)
+        self.register_load_state_dict_pre_hook(_with_own_names)  # type: ignore[no-untyped-call]
         self._learn()
 
     # What users call
@@ -113,16 +118,19 @@ class DataParallel(nn.Module):
             return self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
-        if self._stepped:
-            self._stepped = False
+        self._reducer.check_ended()
+        if self._now_trained() != self._trained:
+            self._learn()
+        elif self._stepped:
             self._advance()
-        if self._sharing is not None and self.training and self._reducer.enabled:
+        self._stepped = False
+        if self._sharing is not None and self.module.training and self._reducer.enabled:
             self._sharing.share()
-        with self._split():
+        watch = self._choice.watch if self._choice is not None else None
+        with self._split(watch):
             result = self.module(*args, **kwargs)
-        for leaf in flat_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._backward_begins)
+        if watch is not None:
+            self._watch_backward(watch, result)
         return result
 
     @contextmanager
@@ -145,8 +153,16 @@ class DataParallel(nn.Module):
             self._updates.flush()
 
     def detach(self) -> nn.Module:
-        """Applies what is pending, lets go of model and optimizer, and returns the model."""
+        """Applies what is pending, lets go of model and optimizer, and returns the model.
+
+        After a :class:`LostRankError`, updates whose gradients are lost are left out: weights that were not used
+        since the last step are as they were before it.
+        """
         if self._reducer is not None:
+            if self._order is not None:
+                self._order.close()
+            if self._choice is not None:
+                self._choice.close()
             self._arrange(None)
             self._behind_step.remove()
             mark_data_parallel(self._optimizer, None)
@@ -157,7 +173,7 @@ class DataParallel(nn.Module):
         if self._reducer is None:
             return "detached"
         why = f" ({self._choice.reason})" if self._choice is not None else ""
-        return f"{self._size} rank(s), {len(self._reducer.buckets)} message(s) a step, {self._arrangement}{why}"
+        return f"{self._size} rank(s), {len(self._reducer.messages)} message(s) a step, {self._arrangement}{why}"
 
     @property
     def k(self) -> int:
@@ -175,8 +191,13 @@ class DataParallel(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads the model's own; load the same on all ranks."""
-        self.flush()
         return self.module.load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.module,)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own, with the model's own names."""
@@ -190,26 +211,25 @@ class DataParallel(nn.Module):
 
     def _learn(self) -> None:
         """Takes the next step in stock order, to see in which order layers are used."""
-        self._trained = self._requires_grad()
+        if self._order is not None:
+            self._order.close()
+        if self._choice is not None:
+            self._choice.close()
+        self._trained = self._now_trained()
         self._choice = None
         self._order = UseOrder(self.module)
         self._layers = self._order.layers(self._order.numbers())
         self._arrange(STOCK)
 
-    def _requires_grad(self) -> tuple[bool, ...]:
+    def _now_trained(self) -> tuple[Any, ...]:
         with no_torch_function():
-            return tuple(p.requires_grad for p in self.module.parameters())
+            return tuple((id(p), p.requires_grad) for p in self.module.parameters())
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
 
     def _advance(self) -> None:
         """A step is through and the next begins: decides how to take it. All ranks come here together."""
-        if self._requires_grad() != self._trained:
-            if self._order is not None:
-                self._order.close()
-            self._learn()
-            return
         if self._order is not None:
             self._settle_order(self._order)
             self._order = None
@@ -230,7 +250,8 @@ class DataParallel(nn.Module):
         order.close()
         agreed = [order.numbers()]
         if self._group is not None:
-            dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
+            with named("the order of layers could not be agreed on"):
+                dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
         self._layers = order.layers(agreed[0])
 
     def _given(self) -> Arrangement | None:
@@ -247,13 +268,14 @@ class DataParallel(nn.Module):
 
     def _arrange(self, arrangement: Arrangement | None) -> None:
         """Takes steps differently from now on; None lets go."""
+        syncs = self._reducer.enabled if self._reducer is not None else True
+        lost = self._settle()
         if self._updates is not None:
             self._updates.detach()
         if self._hooks is not None:
             self._hooks.remove()
-        syncs = self._reducer.enabled if self._reducer is not None else True
         if self._reducer is not None:
-            self._reducer.close()
+            self._reducer.close(give_up=lost)
         self._updates = self._hooks = self._reducer = None
         if arrangement is None:
             return
@@ -261,8 +283,9 @@ class DataParallel(nn.Module):
         alone = self._group is None and arrangement.barrier
         buckets = [] if alone else messages(self._layers, arrangement.k, self._bucket_bytes)
         self._reducer = Reducer(
-            buckets, self._group, self._size, dtype=self._dtype, barrier=arrangement.barrier, begins=self.flush
-        )
+            buckets, self._group, dtype=self._dtype, barrier=arrangement.barrier, begins=self.flush,
+            accumulates=self._before_adding,
+        )  # fmt: skip
         self._set_syncs(syncs)
         self._queue = WeightGradientQueue(InLine(), self._byte_budget)
         if not arrangement.barrier:
@@ -271,23 +294,36 @@ class DataParallel(nn.Module):
 
     # In forward and backward
 
-    def _split(self) -> AbstractContextManager[Any]:
-        choice = self._choice
-        if choice is not None and choice.watch is not None:
-            return Watched(WeightGradientQueue(choice.watch), self._layers)
+    def _split(self, watch: StepWatch | None) -> AbstractContextManager[Any]:
+        if watch is not None:
+            return Watched(WeightGradientQueue(watch), self._layers)
         held = {n: layer.module for n, layer in enumerate(self._layers[: self._arrangement.k]) if layer.can_wait}
         if not held or self._updates is None:
             return nullcontext()
         return HeldBack(self._queue, held, self._updates.resolve)
 
-    def _backward_begins(self, _: torch.Tensor) -> None:
-        running = current_backward()
-        if running == self._begun or self._reducer is None:
-            return
-        self._begun = running
-        self._reducer.before_backward()
-        if self._choice is not None and self._choice.watch is not None:
-            self._choice.watch.backward_begins()
+    def _watch_backward(self, watch: StepWatch, result: Any) -> None:
+        for made in flat_leaves(result):
+            if isinstance(made, torch.Tensor) and made.requires_grad and not made.is_leaf:
+                made.register_hook(lambda _: watch.backward_begins())
+
+    def _before_adding(self, p: nn.Parameter) -> None:
+        """An update that was decided with a gradient must be done before anything is added to it."""
+        if self._updates is not None:
+            self._updates.resolve(p)
+
+    def _settle(self) -> bool:
+        """Applies what is pending; says whether that could not be done because a rank is lost."""
+        try:
+            self.flush()
+            if self._reducer is not None:
+                self._reducer.wait()
+        except LostRankError as error:
+            if self._updates is not None:
+                self._updates.discard()
+            announce(f"DataParallel: updates that were pending are left out: {error}")
+            return True
+        return False
 
     def _attached(self) -> Reducer:
         if self._reducer is None:
@@ -312,3 +348,21 @@ def _check_options(
         raise ArgumentError("byte_budget", byte_budget, "give 0 or more bytes, or None for no bound")
     if dtype is not None and not dtype.is_floating_point:
         raise ArgumentError("reduce_dtype", dtype, "give a floating point type, such as torch.bfloat16, or None")
+
+
+def _size_of(group: dist.ProcessGroup | None) -> int:
+    if not dist.is_initialized():
+        return 1
+    if dist.get_rank(group) < 0:
+        raise ArgumentError("process_group", group, "this rank is not in it; wrap the model on its own ranks only")
+    return dist.get_world_size(group)
+
+
+def _with_own_names(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    """A module that has the wrapper inside loads what it has saved: names without ``module.``."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
