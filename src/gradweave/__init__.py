@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from gradweave.errors import GradweaveError
     from gradweave.fusion import Fusion, fuse
     from gradweave.schedule import Schedule, TaskGraph, Timeline, plan
+    from gradweave.split import reorder
     from gradweave.whole_step import Step, compile
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DASO", "DataParallel", "Fusion", "GradweaveError", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse",
-    "plan",
+    "plan", "reorder",
 ]  # fmt: skip
 
 _HOMES = {
@@ -35,6 +36,7 @@ _HOMES = {
     "compile": "gradweave.whole_step",
     "fuse": "gradweave.fusion",
     "plan": "gradweave.schedule",
+    "reorder": "gradweave.split",
 }
 
 

@@ -1,10 +1,14 @@
-"""How one technique tells another that it is at work on an optimizer."""
+"""How one technique tells another that it is at work on an optimizer, or on a model."""
 
 from __future__ import annotations
 
 import weakref
 
+from torch import nn
 from torch.optim import Optimizer
+
+from gradweave.compat.eager import load_hooks
+from gradweave.fusion.hooks import ModuleHook
 
 _COMPILED = "_gradweave_compiled_step"
 _DASO = "_gradweave_daso"
@@ -42,3 +46,23 @@ def is_in_data_parallel(optimizer: Optimizer) -> bool:
     """Whether a DataParallel that is still there has this optimizer."""
     note = getattr(optimizer, _DATA_PARALLEL, None)
     return note is not None and note() is not None
+
+
+class DataParallelMark(ModuleHook):
+    """A hook on loading by which a model says that a DataParallel trains it; a copy of the model does not have it."""
+
+    def __init__(self, *, here: bool = True) -> None:
+        super().__init__()
+        self.here = here
+
+    def __deepcopy__(self, _: object) -> DataParallelMark:
+        return DataParallelMark(here=False)
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
+
+
+def is_trained_in_parallel(model: nn.Module) -> bool:
+    """Whether a DataParallel trains a model, or a part of it."""
+    hooks = (hook for module in model.modules() for hook in load_hooks(module))
+    return any(isinstance(hook, DataParallelMark) and hook.here for hook in hooks)

@@ -20,7 +20,8 @@ def test_costs_and_predictions_of_a_small_model(tmp_path):
     assert len(costs.layers) >= 8
     assert all(layer.forward > 0 and layer.weight_grad > 0 and layer.update > 0 for layer in costs.layers)
     assert json.loads((tmp_path / "made" / "costs.json").read_text())["name"] == costs.name
-    assert (tmp_path / "made" / "timelines.png").stat().st_size > 10_000
+    for name in ("timelines.png", "predicted-and-measured.png"):
+        assert (tmp_path / "made" / name).stat().st_size > 10_000
 
 
 def test_what_is_wrong_is_one_line():

@@ -1,3 +1,5 @@
+import time
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -35,3 +37,18 @@ def test_a_timeline_in_the_simulators_form(monkeypatch):
     assert update.end == pytest.approx(0.008)
     for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):
         assert after.start >= before.end
+
+
+def test_weight_gradients_cut_backward():
+    recorder = Recorder(torch.device("cpu"))
+    with recorder.part(Kind.F):
+        pass
+    with recorder.part(Kind.X):
+        for layer in (1, 0):
+            time.sleep(0.002)
+            with recorder.weight_gradient(layer):
+                time.sleep(0.002)
+    spans = recorder.timeline("some").spans
+    assert "".join(span.task.kind for span in spans).lstrip("F").startswith("XWXW")
+    assert [span.task.layer for span in spans if span.task.kind is Kind.W] == [1, 0]
+    assert all(a.end <= b.start for a, b in pairwise(spans))

@@ -14,13 +14,16 @@ from gradweave.errors import ArgumentError
 @pytest.fixture(scope="module")
 def comparison():
     return compare(
-        Setting(WORKLOADS["autoencoder"], batch=64), ["loop", "hook", "backward", "forward", "daso"], steps=40
+        Setting(WORKLOADS["autoencoder"], batch=64),
+        ["loop", "hook", "backward", "forward", "reorder", "daso", "data_parallel"],
+        steps=40,
     )
 
 
 def test_every_mode_is_measured_beside_the_baseline_and_itself(comparison):
     labels = [result.label for result in comparison.results]
-    assert labels == ["fused", "fused (again)", "loop", "hook", "backward", "forward", "daso"]
+    assert labels[:6] == ["fused", "fused (again)", "loop", "hook", "backward", "forward"]
+    assert labels[6:] == ["reorder", "daso", "data_parallel"]
     for result in comparison.results:
         assert result.milliseconds[0] <= result.milliseconds[1] <= result.milliseconds[2]
         assert result.speedup.low <= result.speedup.value <= result.speedup.high
@@ -33,10 +36,11 @@ def test_every_mode_is_measured_beside_the_baseline_and_itself(comparison):
 
 def test_woven_modes_give_identical_weights_and_losses(comparison):
     results = {result.label: result for result in comparison.results}
-    for label in ("fused (again)", "backward", "forward", "hook", "daso"):
+    for label in ("fused (again)", "backward", "forward", "hook", "reorder", "daso", "data_parallel"):
         assert results[label].identical, label
         assert results[label].losses == results["fused"].losses
-    assert len(results["fused"].losses) == 10 + 40 + 6
+    assert len(results["fused"].losses) == 60 + 40 + 6
+    assert "a CPU has no second stream" in results["reorder"].description
     assert results["fused"].losses[-1] < results["fused"].losses[0]
     assert results["loop"].difference < 1e-2
 

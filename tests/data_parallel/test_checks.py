@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn, optim
@@ -5,6 +7,7 @@ from torch import nn, optim
 import gradweave
 from gradweave.data_parallel import DataParallel
 from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.split import reorder
 
 
 def setting():
@@ -99,6 +102,19 @@ def test_daso_and_data_parallel_refuse_each_other():
     with pytest.raises(ArgumentError, match="DataParallel"):
         gradweave.DASO(model, optimizer)
     wrapped.detach()
+
+
+def test_reorder_and_data_parallel_refuse_each_other():
+    model, optimizer = setting()
+    with reorder(model, policy="side_stream"), pytest.raises(ArgumentError, match="is reordered"):
+        DataParallel(model, optimizer)
+    wrapped = DataParallel(model, optimizer)
+    for given in (model, wrapped):
+        with pytest.raises(ArgumentError, match="is in a DataParallel"):
+            reorder(given, policy="side_stream")
+    reorder(copy.deepcopy(model), policy="side_stream").detach()
+    wrapped.detach()
+    reorder(model, policy="side_stream").detach()
 
 
 @pytest.mark.parametrize("policy", ["auto", "in_order", "no_barrier", "reverse_first_k"])

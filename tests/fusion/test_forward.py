@@ -1,11 +1,13 @@
 import copy
 import io
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn, optim
 
 from fusion.loops import Net, adamw, assert_same, batches, loss_of, make_net, train
+from gradweave.errors import GradweaveError
 from gradweave.fusion import fuse
 
 
@@ -347,3 +349,49 @@ def test_weight_norm_and_attention_read_weights_without_their_modules():
             return self.head(self.normed(x))
 
     assert_same(train(adamw, cls=Attending), train(adamw, "forward", cls=Attending))
+
+
+def test_several_steps_as_one_graph_would_hold_them():
+    """Without a GPU nothing is captured: updates are deferred between the steps, and applied at the end."""
+
+    def run(fused):
+        model = make_net()
+        optimizer = adamw(model)
+        fusion = fuse(model, optimizer, "forward") if fused else None
+        for number, (x, y) in enumerate(batches(7)):
+            with fusion.in_graph() if fused and number == 3 else nullcontext():
+                for _ in range(2):
+                    loss_of(model, x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if fused and number == 3:
+                assert not fusion._engine.is_pending
+                assert not fusion.in_graph_now
+            if fused:
+                fusion.flush()
+        return model, optimizer
+
+    assert_same(run(True), run(False))
+
+
+def test_a_graph_begins_with_nothing_pending_and_in_forward_mode():
+    model = make_net()
+    optimizer = adamw(model)
+    with fuse(model, optimizer, "forward") as fusion:
+        for x, y in batches(3):
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(GradweaveError, match=r"call fusion\.flush\(\) before"), fusion.in_graph():
+            pass
+        fusion.flush()
+        with fusion.in_graph():
+            assert fusion.in_graph_now
+        with pytest.raises(KeyError), fusion.in_graph():
+            {}.pop("key")
+        assert not fusion.in_graph_now
+    other = adamw(model)
+    with fuse(model, other, "backward") as fusion:
+        assert not fusion.in_graph_now
+        with pytest.raises(GradweaveError, match="only mode"), fusion.in_graph():
+            pass

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
 from matplotlib.image import imread
 
 from gradweave.errors import ArgumentError
 from gradweave.schedule import Costs, Kind, Timeline, pipeline, plan, save_timelines, single
-from gradweave.schedule.picture import COLOURS, _boxes, _lighter
+from gradweave.schedule.picture import COLOURS, _boxes, _lighter, _steady, save_overlay
 
 
 def rgb(colour):
@@ -72,3 +74,45 @@ def test_missing_folders_are_made_and_bad_paths_are_named(gpipe, tmp_path):
 def test_there_must_be_something_to_draw(tmp_path):
     with pytest.raises(ArgumentError, match="at least one with a task"):
         Timeline((), ()).save(tmp_path / "x.png")
+
+
+def measured_like(predicted, factor):
+    """A timeline as a recorder gives it: other lane names, and another speed."""
+    spans = tuple(
+        s._replace(lane=s.lane.replace("gpu0", "cpu"), start=s.start * factor, end=s.end * factor)
+        for s in predicted.spans
+    )
+    return replace(predicted, spans=spans, lanes=(("cpu main", "cpu"), ("cpu side", "cpu")), title="measured")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_predicted_and_measured_lie_over_each_other(tmp_path, suffix):
+    predicted = plan(single(Costs.uniform(3), steps=2), policy="side_stream").simulate()
+    measured = measured_like(predicted, 1.25)
+    path = tmp_path / f"made.{suffix}"
+    save_overlay([(predicted, measured), (predicted, predicted)], path)
+    assert path.stat().st_size > 5000
+    if suffix == "svg":
+        text = path.read_text()
+        assert "side_stream: " in text
+        assert "measured, -20%" in text
+        assert "measured, +0%" in text
+        assert text.count("gpu0 side") == 2
+
+
+def test_an_overlay_shows_one_steady_step():
+    predicted = plan(single(Costs.uniform(3), steps=3), policy="in_order").simulate()
+    shown = _steady(predicted)
+    assert min(span.start for span in shown.spans) == 0
+    assert {span.task.step for span in shown.spans} == {1, 2}
+    assert {span.task.kind for span in shown.spans if span.task.step == 2} == {Kind.F}
+    assert shown.makespan == pytest.approx(9 + 3)
+    alone = plan(single(Costs.uniform(3), next_forward=False), policy="in_order").simulate()
+    assert _steady(alone) == alone
+
+
+def test_an_overlay_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="timelines"):
+        save_overlay([], tmp_path / "made.png")
+    with pytest.raises(ArgumentError, match="path"):
+        save_overlay([], tmp_path / "made.json")

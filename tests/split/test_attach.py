@@ -31,7 +31,7 @@ def train(device, reordered, *, make=small_gpt, steps=5, each=lambda model: None
     model, data = make()
     model, data = model.to(device), data.to(device)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    handle = reorder(model, **options) if reordered else None
+    handle = reorder(model, **{"policy": "side_stream", **options}) if reordered else None
     losses = []
     for _ in range(steps):
         loss = F.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
@@ -65,7 +65,7 @@ def test_a_convolutional_network(device):
         model = MobileNetV2(classes=10).to(device)
         x = torch.randn(2, 3, 64, 64, device=device)
         if reordered:
-            reorder(model)
+            reorder(model, "side_stream")
         with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
             model(x).square().sum().backward()
         return [p.grad for p in model.parameters()]
@@ -82,7 +82,7 @@ def test_gradients_are_all_there_when_backward_returns():
 
 def test_detached_and_copied_models_are_stock():
     model, data = small_gpt()
-    with reorder(model) as handle:
+    with reorder(model, "side_stream") as handle:
         model(data[:, :-1]).sum().backward()
         held = handle.most_bytes_held
         assert held > 0
@@ -93,7 +93,7 @@ def test_detached_and_copied_models_are_stock():
         for other in (twin, torch.load(saved, weights_only=False)):
             other(data[:, :-1]).sum().backward()
             assert handle.most_bytes_held == held
-            reorder(other).detach()
+            reorder(other, "side_stream").detach()
     assert not model._forward_pre_hooks
     assert not model._forward_hooks
     model(data[:, :-1]).sum().backward()
@@ -119,7 +119,7 @@ def test_a_forward_or_backward_that_fails_leaves_nothing_behind():
 
     model = Fails()
     x = torch.randn(2, 4)
-    handle = reorder(model)
+    handle = reorder(model, "side_stream")
     model(x).sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     for fail in ("forward", "backward"):
@@ -136,7 +136,7 @@ def test_a_forward_or_backward_that_fails_leaves_nothing_behind():
 
 def test_evaluation_runs_stock():
     model, data = small_gpt()
-    handle = reorder(model)
+    handle = reorder(model, "side_stream")
     with torch.no_grad():
         model(data[:, :-1])
     assert handle.most_bytes_held == 0
@@ -148,7 +148,9 @@ def test_evaluation_runs_stock():
         ({"policy": "fastest"}, "policy"),
         ({"byte_budget": -1}, "byte_budget"),
         ({"policy": "joint"}, "costs"),
-        ({"costs": Costs.uniform(2)}, "costs"),
+        ({"policy": "side_stream", "costs": Costs.uniform(2)}, "costs"),
+        ({"policy": "cross_step"}, "costs"),
+        ({"policy": "cross_step", "costs": Costs.uniform(2)}, 'mode="forward"'),
         ({"policy": "joint", "costs": Costs.uniform(2)}, "has no layer of this model"),
     ],
 )
@@ -159,8 +161,8 @@ def test_bad_arguments(arguments, message):
 
 def test_what_cannot_be_reordered_is_refused():
     model = nn.Sequential(nn.Linear(2, 2))
-    with reorder(model), pytest.raises(gradweave.GradweaveError, match="already"):
-        reorder(model)
+    with reorder(model, "side_stream"), pytest.raises(gradweave.GradweaveError, match="already"):
+        reorder(model, "side_stream")
     with pytest.raises(gradweave.GradweaveError, match=r"torch\.compile"):
         reorder(torch.compile(model))
     with pytest.raises(gradweave.GradweaveError, match="DataParallel"):
@@ -179,7 +181,7 @@ def test_a_captured_step(budget):
         model, data = model.cuda(), data.cuda()
         optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
         if reordered:
-            reorder(model, byte_budget=budget)
+            reorder(model, "side_stream", byte_budget=budget)
 
         def step():
             optimizer.zero_grad()
@@ -214,7 +216,7 @@ def test_with_fuse(mode, first):
         torch.manual_seed(0)
         model, data = small_gpt()
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        attach = [lambda: reorder(model), lambda: gradweave.fuse(model, optimizer, mode)]
+        attach = [lambda: reorder(model, "side_stream"), lambda: gradweave.fuse(model, optimizer, mode)]
         for one in (attach if first == "reorder" else attach[::-1]) if woven else ():
             one()
         for _ in range(6):
@@ -228,7 +230,7 @@ def test_with_fuse(mode, first):
 
 def test_a_compiled_step_refuses_a_reordered_model():
     model = nn.Linear(2, 2)
-    with reorder(model), pytest.raises(gradweave.GradweaveError, match="reordered"):
+    with reorder(model, "side_stream"), pytest.raises(gradweave.GradweaveError, match="reordered"):
         gradweave.compile(model, lambda m, x: m(x).sum(), optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -255,7 +257,7 @@ def test_parametrized_weights_are_computed_once_per_forward():
         torch.manual_seed(0)
         model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(20, 30)))
         if reordered:
-            reorder(model)
+            reorder(model, "side_stream")
         results = []
         for _ in range(3):
             model.zero_grad()
@@ -281,7 +283,7 @@ def test_an_interrupt_in_forward_or_detaching_there_leaves_nothing_behind():
         raise KeyboardInterrupt
 
     model = Stops()
-    handle = reorder(model)
+    handle = reorder(model, "side_stream")
     model.act = interrupt
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -297,7 +299,7 @@ def test_an_interrupt_in_forward_or_detaching_there_leaves_nothing_behind():
 
 def test_evaluation_in_another_thread_during_backward():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    reorder(model)
+    reorder(model, "side_stream")
 
     def evaluate(grad):
         def work():
@@ -330,7 +332,7 @@ def test_detaching_while_another_thread_is_in_forward():
             return self.layer(x)
 
     model = Waits()
-    handle = reorder(model)
+    handle = reorder(model, "side_stream")
     seen = []
 
     def work():

@@ -12,7 +12,7 @@ from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
 from gradweave.split.calls import SplitCalls
-from gradweave.split.placement import Planned, turns_of
+from gradweave.split.placement import Planned, crossing_in, turns_of
 from gradweave.split.queue import Task, WeightGradientQueue
 
 
@@ -82,6 +82,20 @@ def test_turns_of_a_schedule(policy):
     if policy == "side_stream":
         assert turns == ((2, None), (1, None), (0, None))
     assert all(after is None or after >= layer for layer, after in turns) or policy == "joint"
+
+
+def test_what_is_put_off_into_the_next_forward_begins_behind_all_input_gradients():
+    idle, busy = Demand(0.1, 0.1), Demand(1.0, 1.0)
+    layers = [LayerCost(f"{i}", 2.0, 1.0, 1.0, 0.0, 1, 1, 1, "", idle, busy, Demand(0.9, 0.9), idle) for i in range(6)]
+    schedule = plan(single(Costs(tuple(layers))), policy="cross_step")
+    numbers = {index: index - 1 for index in range(1, 6)}
+    crossing = crossing_in(schedule, numbers)
+    assert crossing
+    assert 0 not in crossing
+    turns = turns_of(schedule, numbers)
+    assert all(after == 0 for layer, after in turns if layer in crossing)
+    for policy in ("side_stream", "joint"):
+        assert not crossing_in(plan(single(Costs(tuple(layers))), policy=policy), numbers)
 
 
 def test_a_schedule_for_several_devices_is_refused():

@@ -30,18 +30,22 @@ def plan_command(
     batch: BatchOption = None,
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for costs.json and timelines.png.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for costs.json, timelines.png and predicted-and-measured.png.")
+    ] = None,
 ) -> None:
     """Measure the tasks of a training step and predict what each schedule would make of them.
 
-    Without a measurement of how tasks run beside each other, none is promised an overlap: the figures
-    are what reordering alone can do.
+    On a GPU it is also measured how weight gradients run beside other tasks. On a CPU they have nothing to run
+    beside: the figures are what reordering alone can do.
     """
+    from gradweave.compare.planned import measure_planned
     from gradweave.compare.run import make_batches
     from gradweave.compare.trial import Trial
     from gradweave.compare.variants import baseline_of
     from gradweave.profile import measure_costs
     from gradweave.schedule import plan, save_timelines, single
+    from gradweave.schedule.picture import save_overlay
     from gradweave.schedule.planning import policies_for
 
     setting = make_setting(model, optimizer, batch, dtype, device)
@@ -53,6 +57,9 @@ def plan_command(
         for _ in range(_BLOCKS):
             trial.run_block(batches, _STEPS, timed=True)
         costs = measure_costs(trial.model, trial.loss, trial.variant.optimizer, batches[0], progress=progress)
+        if out is not None:
+            progress("recording what is carried out", 0.9)
+            measured = measure_planned(trial, batches, costs)
     graph = single(costs, steps=2)
     schedules = [plan(graph, policy=policy.name) for policy in policies_for(graph.family)]
     results = [(schedule, schedule.simulate()) for schedule in schedules]
@@ -60,9 +67,12 @@ def plan_command(
         make_folder(out)
         costs.save(out / "costs.json")
         save_timelines([timeline for _, timeline in results], out / "timelines.png")
+        predicted = {schedule.policy: timeline for schedule, timeline in results}
+        pairs = [(predicted[policy], timeline) for policy, timeline in measured.items()]
+        save_overlay(pairs, out / "predicted-and-measured.png")
     print_results(graph, results, out)
-    measured, predicted = median(trial.blocks), results[0][1].step_time
+    stock_time, in_order = median(trial.blocks), results[0][1].step_time
     typer.echo(
-        f"a stock step took {seconds_text(measured)}; its tasks, one after the other, {seconds_text(predicted)} "
-        f"({predicted / measured - 1:+.0%})"
+        f"a stock step took {seconds_text(stock_time)}; its tasks, one after the other, {seconds_text(in_order)} "
+        f"({in_order / stock_time - 1:+.0%})"
     )

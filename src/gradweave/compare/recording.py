@@ -13,10 +13,11 @@ from gradweave.schedule.timeline import Span, Timeline
 
 Mark = float | torch.cuda.Event
 _MAIN, _SIDE = "main", "side"
+_INNER = (Kind.W, Kind.U)
 
 
 class Recorder:
-    """Notes the begin and end of forward, backward and updates; what is inside another cuts it."""
+    """Notes the begin and end of forward, backward, weight gradients and updates; what is inside another cuts it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,6 +52,12 @@ class Recorder:
         with self.part(Kind.U, bucket):
             yield
 
+    @contextmanager
+    def weight_gradient(self, layer: int) -> Iterator[None]:
+        """Records the weight gradient of a layer."""
+        with self.part(Kind.W, layer):
+            yield
+
     def _seconds(self, mark: Mark) -> float:
         if isinstance(mark, float) and isinstance(self._origin, float):
             return mark - self._origin
@@ -66,9 +73,9 @@ class Recorder:
         timed = [
             (k, lane, step, layer, self._seconds(a), self._seconds(b)) for k, lane, step, layer, a, b in self._parts
         ]
-        updates = sorted((a, b, lane) for kind, lane, _, _, a, b in timed if kind is Kind.U)
+        cutting = sorted((a, b, lane) for kind, lane, _, _, a, b in timed if kind in _INNER)
         for kind, lane, step, layer, start, end in timed:
-            inner = [] if kind is Kind.U else [(a, b) for a, b, on in updates if on == lane and a >= start and b <= end]
+            inner = [] if kind in _INNER else [(a, b) for a, b, on in cutting if on == lane and a >= start and b <= end]
             for begin, stop in _cut(start, end, inner):
                 name = f"{prefix} {lane}"
                 spans.append(Span(name, begin, stop, Task(kind, layer, stop - begin, prefix, step=step), len(spans)))

@@ -22,7 +22,7 @@ from gradweave.errors import ArgumentError
 BLOCK_STEPS = 5
 RECORDED_STEPS = 6
 _SETTLING_STEPS = 60
-"""Enough for ``auto`` to observe, measure and choose before timing begins."""
+"""Enough for ``auto`` and ``reorder`` to observe, measure and choose before timing begins."""
 _DETERMINISTIC_STEPS = 10
 _SAME_NOISE = 4.0
 """Where two stock runs differ, how many times as much a woven one may differ before it counts as wrong."""
@@ -174,7 +174,7 @@ def compare(
     labels = [(baseline, baseline), (baseline + AGAIN, baseline)]
     labels += [(mode, mode) for mode in dict.fromkeys(modes) if mode != baseline]
     trials = [Trial(label, mode, setting) for label, mode in labels]
-    settling = _SETTLING_STEPS if "auto" in modes else 2 * BLOCK_STEPS
+    settling = _SETTLING_STEPS if {"auto", "reorder"} & set(modes) else 2 * BLOCK_STEPS
     rounds = -(-steps // BLOCK_STEPS)
     total = len(trials) * (settling + rounds * BLOCK_STEPS + RECORDED_STEPS)
     done = 0

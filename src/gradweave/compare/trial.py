@@ -17,7 +17,7 @@ from gradweave.schedule.timeline import Timeline
 
 CPU = torch.device("cpu")
 PARTS = ("forward", "backward", "update")
-_KINDS = {Kind.F: "forward", Kind.X: "backward", Kind.U: "update"}
+_KINDS = {Kind.F: "forward", Kind.X: "backward", Kind.W: "backward", Kind.U: "update"}
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,8 @@ class Trial:
         recorder = Recorder(self.setting.device)
         if self.variant.fusion is not None:
             self.variant.fusion.record(recorder.update)
+        if self.variant.reordering is not None:
+            self.variant.reordering.record(recorder.weight_gradient)
         if self.variant.whole_step is not None:
             self.variant.whole_step.record(recorder.part)
         try:
@@ -110,6 +112,8 @@ class Trial:
         finally:
             if self.variant.fusion is not None:
                 self.variant.fusion.record(None)
+            if self.variant.reordering is not None:
+                self.variant.reordering.record(None)
             if self.variant.whole_step is not None:
                 self.variant.whole_step.record(None)
         self._rng = self._rng_state()
@@ -120,9 +124,11 @@ class Trial:
             return
         self.timeline = recorder.timeline(self.label)
         for number in range(1, steps):
-            for kind, part in _KINDS.items():
-                spans = (s for s in self.timeline.spans if s.task.step == number and s.task.kind is kind)
-                self.parts[part].append(1e3 * sum(span.end - span.start for span in spans))
+            spans = [span for span in self.timeline.spans if span.task.step == number]
+            spans = [span for span in spans if span.task.kind is not Kind.W or span.lane == spans[0].lane]
+            for part in PARTS:
+                own = (span for span in spans if _KINDS[span.task.kind] == part)
+                self.parts[part].append(1e3 * sum(span.end - span.start for span in own))
 
     def _one_step(self, batches: list[tuple[torch.Tensor, torch.Tensor]], recorder: Recorder | None) -> None:
         x, y = batches[self._step % len(batches)]
@@ -136,7 +142,7 @@ class Trial:
             self._pending.append(self.variant.whole_step(x, y))
             return
         with part(Kind.F):
-            loss = self.loss(self.model, x, y)
+            loss = self.loss(self.variant.trained, x, y)
         with part(Kind.X):
             loss.backward()
         with part(Kind.U):

@@ -10,8 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.daso import DASO
+from gradweave.data_parallel import DataParallel
 from gradweave.errors import ArgumentError
 from gradweave.fusion import Fusion, fuse
+from gradweave.split import Reordering, reorder
 from gradweave.whole_step import Step, compile
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -27,8 +29,8 @@ FUSED_KERNELS = ("sgd", "adam", "adamw")
 """Those with a fused form on the CPU and on CUDA."""
 STOCK = ("loop", "foreach", "fused")
 FUSED = ("backward", "forward", "auto")
-WOVEN = (*FUSED, "daso")
-"""Those that must give the stock weights, bit for bit; DASO, since this is one process."""
+WOVEN = (*FUSED, "reorder", "daso", "data_parallel")
+"""Those that must give the stock weights, bit for bit; the last two, since this is one process."""
 COMPILED = ("compile",)
 """Those that must give the stock losses, to rounding."""
 MODES = (*STOCK, "hook", *WOVEN, *COMPILED)
@@ -40,7 +42,9 @@ DESCRIPTIONS = {
     "backward": "gradweave: updates during backward",
     "forward": "gradweave: updates during the next forward",
     "auto": "gradweave: chosen by need and measurement",
+    "reorder": "gradweave: weight gradients beside backward, where that pays",
     "daso": "gradweave: exchanges between nodes; one process has none, and must not be slower for it",
+    "data_parallel": "gradweave: averages over ranks; one process has none, and must not be slower for it",
     "compile": "gradweave: forward, backward and update as one compiled graph",
 }
 
@@ -59,6 +63,9 @@ class Variant:
         optimizer: Of :data:`OPTIMIZERS`.
         objective: Gives the loss of the model on a batch; for those that take whole steps.
         max_norm: What gradients are clipped to; likewise.
+
+    Attributes:
+        trained: What is called: the model, or what it is wrapped in.
     """
 
     def __init__(
@@ -75,8 +82,10 @@ class Variant:
             raise ArgumentError("--modes", mode, f"torch has no fused {optimizer}; use foreach")
         self.mode = mode
         self.fusion: Fusion | None = None
+        self.reordering: Reordering | None = None
         self.daso: DASO | None = None
         self.whole_step: Step | None = None
+        self.trained: nn.Module = model
         make = OPTIMIZERS[optimizer]
         self._hooked: list[Optimizer] = []
         if mode == "hook":
@@ -86,8 +95,12 @@ class Variant:
             self.optimizer = make(model.parameters(), **_form(form))
             if mode in FUSED:
                 self.fusion = fuse(model, self.optimizer, mode)
+            elif mode == "reorder":
+                self.reordering = reorder(model)
             elif mode == "daso":
                 self.daso = DASO(model, self.optimizer)
+            elif mode == "data_parallel":
+                self.trained = DataParallel(model, self.optimizer)
             elif mode in COMPILED:
                 self.whole_step = compile(model, objective, self.optimizer, max_grad_norm=max_norm)
 
@@ -123,12 +136,17 @@ class Variant:
         """Applies what is pending and lets go of the model."""
         if self.fusion is not None:
             self.fusion.detach()
+        if self.reordering is not None:
+            self.reordering.detach()
         if self.daso is not None:
             self.daso.finish()
+        if isinstance(self.trained, DataParallel):
+            self.trained.detach()
 
     def explain(self) -> str:
         """What is done, in a line."""
-        return self.fusion.explain() if self.fusion is not None else DESCRIPTIONS[self.mode]
+        attached = self.fusion or self.reordering
+        return attached.explain() if attached is not None else DESCRIPTIONS[self.mode]
 
 
 def _form(name: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from gradweave.data_parallel.updates import AveragedUpdates
 from gradweave.data_parallel.watch import StepWatch
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.hooks import StepHooks
-from gradweave.marks import mark_data_parallel
+from gradweave.marks import DataParallelMark, mark_data_parallel
 from gradweave.split.queue import WeightGradientQueue
 from gradweave.split.streams import InLine
 
@@ -107,6 +107,7 @@ class DataParallel(nn.Module):
         self._queue = WeightGradientQueue(InLine())
         self._behind_step = optimizer.register_step_post_hook(self._note_step)
         mark_data_parallel(optimizer, self)
+        self._mark = model.register_load_state_dict_post_hook(DataParallelMark())
         self.register_load_state_dict_pre_hook(_with_own_names)  # type: ignore[no-untyped-call]
         self._learn()
 
@@ -166,6 +167,7 @@ class DataParallel(nn.Module):
             self._arrange(None)
             self._behind_step.remove()
             mark_data_parallel(self._optimizer, None)
+            self._mark.remove()
         return self.module
 
     def explain(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
+from weakref import ref
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from gradweave.fusion.coupling import check_independent
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.hooks import ModuleHook, StepHooks
 from gradweave.fusion.norms import NormTracker
-from gradweave.marks import is_in_compiled_step, is_in_daso
+from gradweave.marks import is_in_compiled_step, is_in_daso, is_in_data_parallel
 
 MODES = ("auto", "forward", "backward")
 _ATTACHED = "_gradweave_fusion"
@@ -73,6 +74,10 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise ArgumentError(
             "optimizer", type(optimizer).__name__, "has a DASO, which averages before updates; detach() that first"
         )
+    if is_in_data_parallel(optimizer):
+        raise ArgumentError(
+            "optimizer", type(optimizer).__name__, "is in a DataParallel, which defers its updates; detach() that first"
+        )
     if getattr(optimizer, _ATTACHED, None) is not None:
         raise ArgumentError("optimizer", type(optimizer).__name__, "is fused already; detach() the first fusion")
 
@@ -112,12 +117,32 @@ def is_fused(model: nn.Module) -> bool:
     return any(isinstance(mark, _Mark) and mark.params for module in model.modules() for mark in load_hooks(module))
 
 
+def updated_in_forward(model: nn.Module) -> frozenset[int]:
+    """By ``id``, the parameters of a model that a fusion with ``mode="forward"`` updates."""
+    return frozenset(p for mark, fusion in _fusions(model) if fusion.mode == "forward" for p in mark.params)
+
+
+def is_deferred_in_graph(model: nn.Module) -> bool:
+    """Whether a CUDA graph of several steps is being captured, with updates deferred from each to the next."""
+    return any(fusion.in_graph_now for _, fusion in _fusions(model))
+
+
+def _fusions(model: nn.Module) -> Iterator[tuple[_Mark, Fusion]]:
+    for module in model.modules():
+        for mark in load_hooks(module):
+            if isinstance(mark, _Mark) and (fusion := mark.fusion()) is not None:
+                yield mark, fusion
+
+
 class _Mark(ModuleHook):
     """Says which of a module's parameters are fused, for the next fuse() to find; a copy says none."""
 
-    def __init__(self, params: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, params: frozenset[int] = frozenset(), fusion: Callable[[], Fusion | None] = lambda: None
+    ) -> None:
         super().__init__()
         self.params = params
+        self.fusion = fusion
 
     def __deepcopy__(self, _: object) -> _Mark:
         return _Mark()
@@ -126,14 +151,14 @@ class _Mark(ModuleHook):
         return _Mark, ()
 
 
-def _mark_owners(model: nn.Module, optimizer: Optimizer) -> list[RemovableHandle]:
+def _mark_owners(model: nn.Module, optimizer: Optimizer, fusion: Fusion) -> list[RemovableHandle]:
     """Leaves a mark where each parameter lives; a hook on loading costs nothing in training."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     marks = []
     for module in model.modules():
         params = frozenset(id(p) for p in module.parameters(recurse=False)) & own
         if params:
-            marks.append(module.register_load_state_dict_post_hook(_Mark(params)))
+            marks.append(module.register_load_state_dict_post_hook(_Mark(params, ref(fusion))))
     return marks
 
 
@@ -152,7 +177,7 @@ class Fusion:
         else:
             self._engine = AutoEngine(model, optimizer, self._norms)
         self._hooks = StepHooks(optimizer, self._engine.before_step, self._engine.after_step)
-        self._marks = _mark_owners(model, optimizer)
+        self._marks = _mark_owners(model, optimizer, self)
         setattr(optimizer, _ATTACHED, self)
 
     def __enter__(self) -> Fusion:
@@ -190,6 +215,29 @@ class Fusion:
             yield
         finally:
             engine.accumulating = before
+
+    @contextmanager
+    def in_graph(self) -> Iterator[None]:
+        """Inside the capture of a CUDA graph of several steps: updates are deferred from each step to the next.
+
+        All of them are applied at the end. Without it a captured step has its updates in stock order.
+        """
+        engine = self._attached()
+        if not isinstance(engine, ForwardEngine):
+            raise GradweaveError(f'in_graph() with mode={self.mode!r}: only mode="forward" defers updates')
+        if engine.is_pending:
+            raise GradweaveError("in_graph() with updates pending: call fusion.flush() before the capture begins")
+        engine.in_graph = True
+        try:
+            yield
+            engine.flush()
+        finally:
+            engine.in_graph = False
+
+    @property
+    def in_graph_now(self) -> bool:
+        """Whether :meth:`in_graph` is in force."""
+        return isinstance(self._engine, ForwardEngine) and self._engine.in_graph
 
     def accept_partial(self) -> None:
         """After a backward that failed halfway in backward mode: goes on with the weights as they are."""

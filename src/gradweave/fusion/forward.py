@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
 from gradweave.fusion.guard import GradientGuard, guard_gradient
 from gradweave.fusion.hooks import HiddenParams, ModuleHook
+from gradweave.fusion.late import LateGradient, settle_gradients, settled
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.pending import PendingState, pending_class, restore
 from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
@@ -35,6 +36,7 @@ class _Update:
         frozen: How, where it has not run yet.
         event: The end of it, where it runs on a second stream.
         stream: The stream that the gradients were made on.
+        late: Those of the gradients that were not finished at step().
     """
 
     bucket: Bucket
@@ -42,6 +44,7 @@ class _Update:
     frozen: FrozenStep | None = None
     event: torch.cuda.Event | None = None
     stream: torch.cuda.Stream | None = None
+    late: list[LateGradient] = field(default_factory=list)
 
 
 class ForwardEngine:
@@ -57,6 +60,7 @@ class ForwardEngine:
         self.optimizer = optimizer
         self.buckets: list[Bucket] = []
         self.accumulating = False
+        self.in_graph = False
         self._model = model
         self._norms = norms
         self._stepper = PartialStepper(optimizer)
@@ -67,6 +71,7 @@ class ForwardEngine:
         )
         self._state: Any = None
         self._bucket_of: dict[int, int] = {}
+        self._moved: dict[int, int] = {}
         self._guards: dict[int, GradientGuard] = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._used: dict[nn.Parameter, None] = {}
@@ -103,6 +108,11 @@ class ForwardEngine:
         """Applies everything that is pending, or waits for it."""
         while self._pending:
             self._resolve(next(iter(self._pending.values())))
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether updates are pending."""
+        return bool(self._pending)
 
     def accept_partial(self) -> None:
         """Nothing is ever partly applied: a step is handed over whole."""
@@ -169,10 +179,12 @@ class ForwardEngine:
             with_grad = [p for p in params if p.grad is not None]
             self._norms.add(with_grad, [p.grad for p in with_grad])
             self._norms.end_step(params)
-        if not is_last or self._groups_changed() or _capturing():
+        if not is_last or self._groups_changed() or (_capturing() and not self.in_graph):
+            settle_gradients(params)
             return
-        updates = [update for bucket in self.buckets if (update := self._take(bucket)) is not None]
+        updates = self._apart([update for bucket in self.buckets if (update := self._take(bucket)) is not None])
         if not updates:
+            settle_gradients(params)
             return
         self._launch(updates)
         count = 0
@@ -183,6 +195,7 @@ class ForwardEngine:
             self._pending[update.bucket.number] = update
             count += len(update.bucket.params)
         left = [p for p in params if type(p) is not self._pending_class] if count < len(params) else []
+        settle_gradients(left)
         self._hidden.hide_all_but(left)
 
     def _take(self, bucket: Bucket) -> _Update | None:
@@ -202,6 +215,25 @@ class ForwardEngine:
                 return None
             bucket, grads = _restrict(bucket, present), list(present.values())
         return _Update(bucket, grads)  # type: ignore[arg-type]
+
+    def _apart(self, updates: list[_Update]) -> list[_Update]:
+        """Puts what has late gradients behind all the rest, in updates of its own, so that the rest need not wait."""
+        self._bucket_of.update(self._moved)
+        self._moved = {}
+        if not any(type(grad) is LateGradient for update in updates for grad in update.grads):
+            return updates
+        parts: tuple[list[_Update], list[_Update]] = [], []
+        for update in updates:
+            of_param = dict(zip(update.bucket.params, update.grads, strict=True))
+            for is_late, part in enumerate(parts):
+                grads = {p: grad for p, grad in of_param.items() if (type(grad) is LateGradient) == bool(is_late)}
+                if grads:
+                    number = update.bucket.number + is_late * len(self.buckets)
+                    part.append(_Update(_restrict(update.bucket, grads, number), list(grads.values())))
+                    self._bucket_of.update(dict.fromkeys(map(id, grads), number))
+                    if is_late:
+                        self._moved.update(dict.fromkeys(map(id, grads), update.bucket.number))
+        return [*parts[0], *parts[1]]
 
     def after_step(self) -> None:
         """Closes the step; from here to the next backward, gradients may not be used."""
@@ -223,6 +255,7 @@ class ForwardEngine:
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self.buckets = make_buckets(self.optimizer, [*self._used, *params], _MOST_BUCKETS, "forward")
         self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
+        self._moved = {}
         for p in params:
             if id(p) not in self._guards:
                 self._guards[id(p)] = guard_gradient(p, _refuse_use)
@@ -249,6 +282,7 @@ class ForwardEngine:
                 side.wait_stream(current)
                 waited.add(device)
             with torch.cuda.stream(side):
+                _await_late(update)
                 self._apply(update)
                 update.event = side.record_event()
             update.stream = current
@@ -289,12 +323,14 @@ class ForwardEngine:
     def _make_visible(self, update: _Update) -> None:
         params = update.bucket.params
         if update.event is not None:
-            if _capturing():
+            if _capturing() and not self.in_graph:
                 raise GradweaveError("a CUDA graph is being captured with updates pending: call fusion.flush() before")
             current = torch.cuda.current_stream(params[0].device)
             current.wait_event(update.event)
             if update.stream is not None and update.stream != current:
                 update.stream.wait_event(update.event)
+        for late in update.late:
+            late.source.done()
         restore(params, self._guards)
         if update.event is None:
             self._apply_late(update)
@@ -304,9 +340,9 @@ class ForwardEngine:
         """Applies an update whose gradients are no longer in place; on failure it is still pending."""
         params = update.bucket.params
         kept = [p.grad for p in params]
-        for p, grad in zip(params, update.grads, strict=True):
-            p.grad = grad
         try:
+            for p, grad in zip(params, update.grads, strict=True):
+                p.grad = settled(grad)
             self._apply(update)
         except BaseException:
             for p, before in zip(params, kept, strict=True):
@@ -327,10 +363,19 @@ class ForwardEngine:
                 p.grad = torch.zeros_like(p)
 
 
-def _restrict(bucket: Bucket, grads: dict[nn.Parameter, torch.Tensor]) -> Bucket:
-    """The part of a bucket that has gradients."""
+def _await_late(update: _Update) -> None:
+    """Lets the current stream, and no other, wait for gradients that are still being computed."""
+    for position, (p, grad) in enumerate(zip(update.bucket.params, update.grads, strict=True)):
+        if type(grad) is LateGradient:
+            update.late.append(grad)
+            p.grad = update.grads[position] = grad.source.ready()
+
+
+def _restrict(bucket: Bucket, grads: dict[nn.Parameter, torch.Tensor], number: int | None = None) -> Bucket:
+    """The part of a bucket that has the given gradients."""
     groups = {index: [p for p in params if p in grads] for index, params in bucket.groups.items()}
-    return Bucket(bucket.number, tuple(grads), {index: params for index, params in groups.items() if params})
+    number = bucket.number if number is None else number
+    return Bucket(number, tuple(grads), {index: params for index, params in groups.items() if params})
 
 
 def _of_odd_class(value: Any) -> bool:

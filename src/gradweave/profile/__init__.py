@@ -1,5 +1,6 @@
 """Measuring what the tasks of a real training step cost."""
 
+from gradweave.profile.cache import cached_costs
 from gradweave.profile.measure import measure_costs
 
-__all__ = ["measure_costs"]
+__all__ = ["cached_costs", "measure_costs"]

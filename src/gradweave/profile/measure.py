@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gradweave.compat.eager import flat_leaves
 from gradweave.errors import ArgumentError
+from gradweave.profile.beside import Calls, with_shares
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
 from gradweave.whole_step import compile
@@ -39,7 +40,9 @@ def measure_costs(
 
     A copy of both takes the steps, one operation after the other. On a GPU the operations of a task are
     captured and replayed, so that what is measured is their work and not their launches. The update is
-    the optimizer's own, all at once, and shared out by the size of the weights.
+    the optimizer's own, all at once, and shared out by the size of the weights. There it is also measured
+    how weight gradients run beside forward and backward, by groups of layers: the shares of the device that
+    tasks take (``weight_grad_demand`` and the like) come from that. On a CPU a task has all of it.
 
     Args:
         model: What is trained.
@@ -83,7 +86,12 @@ def _measure(
         step(*batch)
         for task, spent in watch.seconds.items():
             seconds[task].append(spent)
-        progress(f"round {number + 1} of {rounds}", (number + 1) / rounds)
+        progress(f"round {number + 1} of {rounds}", (number + 1) / rounds * (0.5 if device.type == "cuda" else 1.0))
+    calls = Calls()
+    if device.type == "cuda":
+        watch.reset()
+        step.record(calls.task)
+        step(*batch)
     step.record(None)
     update = _time_updates(optimizer, device, rounds)
     everything = sum(sizes.of(name)[2] for name in step.recorded_layers)
@@ -94,7 +102,13 @@ def _measure(
         own = update * weights / max(everything, 1)
         named = name or type(model).__name__
         layers.append(LayerCost(named, forward, input_grad, weight_grad, own, given, made, weights))
-    return Costs(tuple(layers), name=type(model).__name__, source="measured")
+    costs = Costs(tuple(layers), name=type(model).__name__, source="measured")
+    if device.type == "cuda":
+        costs = with_shares(
+            costs, calls, capturable_update(optimizer), device, lambda doing, done: progress(doing, 0.5 + done / 2)
+        )
+        progress("done", 1.0)
+    return costs
 
 
 def _time_updates(optimizer: Optimizer, device: torch.device, rounds: int) -> float:
@@ -111,6 +125,23 @@ def _time_updates(optimizer: Optimizer, device: torch.device, rounds: int) -> fl
         _synchronize(device)
         spent.append((time.perf_counter() - began) / REPLAYS)
     return median(spent[1:])
+
+
+def capturable_update(optimizer: Optimizer) -> Callable[[], None] | None:
+    """The step of an optimizer that is a copy, in a form that a CUDA graph can hold; None where there is none.
+
+    Fused kernels keep their step counts on the device, so that saying so is enough.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused") and "capturable" in group:
+            group["capturable"] = True
+        elif not group.get("capturable") and not isinstance(optimizer, torch.optim.SGD):
+            return None
+
+    def update() -> None:
+        optimizer.step()
+
+    return update
 
 
 def _synchronize(device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,10 +46,7 @@ class _Box:
 
 def save_picture(timelines: Sequence[Timeline], path: Path) -> None:
     """Draws timelines above one another on one time axis."""
-    if path.suffix not in SUFFIXES:
-        raise ArgumentError("path", str(path), f"end it in {', '.join(SUFFIXES)} (picture) or .json (trace)")
-    if not timelines or not any(timeline.spans for timeline in timelines):
-        raise ArgumentError("timelines", [t.title for t in timelines], "give at least one with a task in it")
+    _check(timelines, path)
     from matplotlib.figure import Figure
 
     rows = [max(1, len(timeline.lanes)) for timeline in timelines]
@@ -64,6 +61,88 @@ def save_picture(timelines: Sequence[Timeline], path: Path) -> None:
     last.set_xlabel(f"time [{unit}]")
     last.set_xlim(0, longest * scale)
     _legend(figure, timelines)
+    _save(figure, path)
+
+
+def save_overlay(pairs: Sequence[tuple[Timeline, Timeline]], path: str | Path) -> None:
+    """Draws predicted timelines and measured ones over each other, stream by stream.
+
+    The upper half of a row is predicted, the lower half measured; both begin with the forward of the second
+    step, or of the first if there is only one. A measured stream is drawn with the predicted one whose name
+    ends in the same word.
+
+    Args:
+        pairs: A predicted and a measured timeline of the same work, for each panel.
+        path: Ends in ``.png``, ``.svg`` or ``.pdf``.
+    """
+    path = Path(path)
+    shown = [(_steady(predicted), _steady(measured)) for predicted, measured in pairs]
+    drawn = [timeline for pair in shown for timeline in pair]
+    _check(drawn, path)
+    from matplotlib.figure import Figure
+
+    rows = [len(_shared_lanes(*pair)) for pair in shown]
+    height = sum(0.6 * count + 0.62 for count in rows) + 0.8
+    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=_DPI, layout="constrained")
+    grid = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=[r + 0.7 for r in rows])
+    longest = max(timeline.makespan for timeline in drawn) or 1.0
+    unit, scale = _time_unit(longest)
+    for axes, (predicted, measured), whole in zip(grid[:, 0], shown, pairs, strict=True):
+        lanes = _shared_lanes(predicted, measured)
+        for timeline, top in ((predicted, -0.42), (measured, 0.02)):
+            _draw_rows(axes, _rows_by_word(timeline, lanes), timeline.makespan, scale, longest, (top, 0.4))
+        _label_rows(axes, [f"{lane}\npredicted / measured" for lane in lanes])
+        times = whole[0].step_time, whole[1].step_time
+        off = f", {times[0] / times[1] - 1:+.0%}" if times[1] else ""
+        factor = _time_unit(max(times) or 1.0)
+        text = f"{times[0] * factor[1]:.4g} {factor[0]} predicted, {times[1] * factor[1]:.4g} {factor[0]} measured{off}"
+        axes.set_title(f"{whole[0].title}: {text}", loc="left", fontsize=10)
+    grid[-1, 0].set_xlabel(f"time [{unit}]")
+    grid[-1, 0].set_xlim(0, longest * scale)
+    _legend(figure, drawn)
+    _save(figure, path)
+
+
+def _steady(timeline: Timeline) -> Timeline:
+    """From the forward of the second step on, if there is one, to the end of the forward after it."""
+    steps = sorted({span.task.step for span in timeline.spans if span.task.kind is Kind.F})
+    if len(steps) < 2:
+        return timeline
+    begin = min(s.start for s in timeline.spans if s.task.kind is Kind.F and s.task.step == steps[1])
+    last = steps[2] if len(steps) > 2 else steps[1]
+    end = max(s.end for s in timeline.spans if s.task.step < last or (s.task.kind is Kind.F and s.task.step == last))
+    spans = tuple(s._replace(start=s.start - begin, end=s.end - begin) for s in timeline.spans
+                  if s.start >= begin and s.end <= end and (s.end > begin or s.task.step >= steps[1]))  # fmt: skip
+    return replace(timeline, spans=spans)
+
+
+def _word(lane: str) -> str:
+    return lane.rpartition(" ")[2]
+
+
+def _shared_lanes(predicted: Timeline, measured: Timeline) -> list[str]:
+    """Names of the rows: the predicted streams, and measured ones that none of them stands for."""
+    names = [name for name, _ in predicted.lanes]
+    known = {_word(name) for name in names}
+    return names + [name for name, _ in measured.lanes if _word(name) not in known]
+
+
+def _rows_by_word(timeline: Timeline, lanes: Sequence[str]) -> list[list[Span]]:
+    rows: dict[str, list[Span]] = {_word(lane): [] for lane in lanes}
+    for span in timeline.spans:
+        if span.end > span.start:
+            rows[_word(span.lane)].append(span)
+    return list(rows.values())
+
+
+def _check(timelines: Sequence[Timeline], path: Path) -> None:
+    if path.suffix not in SUFFIXES:
+        raise ArgumentError("path", str(path), f"end it in {', '.join(SUFFIXES)} (picture) or .json (trace)")
+    if not timelines or not any(timeline.spans for timeline in timelines):
+        raise ArgumentError("timelines", [t.title for t in timelines], "give at least one with a task in it")
+
+
+def _save(figure: Figure, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -86,32 +165,49 @@ def _draw(axes: Axes, timeline: Timeline, scale: float, longest: float) -> None:
     for span in timeline.spans:
         if span.end > span.start:
             by_lane[span.lane].append(span)
+    _draw_rows(axes, list(by_lane.values()), timeline.makespan, scale, longest, (-0.4, 0.8))
+    _label_rows(axes, list(by_lane))
+    unit, factor = _time_unit(timeline.step_time)
+    axes.set_title(f"{timeline.title}: {timeline.step_time * factor:.4g} {unit} per step", loc="left", fontsize=10)
+
+
+def _draw_rows(
+    axes: Axes,
+    rows: Sequence[Sequence[Span]],
+    makespan: float,
+    scale: float,
+    longest: float,
+    place: tuple[float, float],
+) -> None:
+    """Draws the spans of each row as bars; ``place`` says where in the row they begin, and their height."""
+    top, height = place
     pixels = _PLOT_PIXELS / longest
-    many = any(span.task.microbatch for span in timeline.spans)
-    for row, spans in enumerate(by_lane.values()):
-        axes.broken_barh([(0, timeline.makespan * scale)], (row - 0.4, 0.8), facecolors=_IDLE)
+    many = any(span.task.microbatch for spans in rows for span in spans)
+    for row, spans in enumerate(rows):
+        axes.broken_barh([(0, makespan * scale)], (row + top, height), facecolors=_IDLE)
         boxes = list(_boxes(spans, pixels, many_microbatches=many))
         for kind in Kind:
             for odd in (False, True):
                 drawn = [box for box in boxes if box.kind is kind and box.step % 2 == odd]
                 axes.broken_barh(
                     [(box.start * scale, (box.end - box.start) * scale) for box in drawn],
-                    (row - 0.4, 0.8),
+                    (row + top, height),
                     facecolors=_lighter(COLOURS[kind]) if odd else COLOURS[kind],
                     edgecolors="white",
                     linewidth=0.4 if _wide(drawn, pixels) else 0.0,
                 )
         for box in boxes:
             if box.text and (box.end - box.start) * pixels > _DIGIT_PIXELS * (len(box.text) + 0.5):
-                axes.text((box.start + box.end) / 2 * scale, row, box.text, ha="center", va="center",
+                axes.text((box.start + box.end) / 2 * scale, row + top + height / 2, box.text, ha="center", va="center",
                           fontsize=6.5, color="black" if box.step % 2 or box.kind is Kind.U else "white")  # fmt: skip
-    axes.set_yticks(range(len(by_lane)), labels=list(by_lane), fontsize=8)
-    axes.set_ylim(len(by_lane) - 0.45, -0.55)
+
+
+def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
+    axes.set_yticks(range(len(labels)), labels=list(labels), fontsize=8)
+    axes.set_ylim(len(labels) - 0.45, -0.55)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    unit, factor = _time_unit(timeline.step_time)
-    axes.set_title(f"{timeline.title}: {timeline.step_time * factor:.4g} {unit} per step", loc="left", fontsize=10)
 
 
 def _wide(boxes: Sequence[_Box], pixels: float) -> bool:

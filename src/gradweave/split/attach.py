@@ -3,50 +3,64 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from gradweave.announce import announce
 from gradweave.compat.distributed import is_distributed_tensor
-from gradweave.compat.eager import forward_hooks, is_compiled, is_parametrized
+from gradweave.compat.eager import forward_hooks, is_being_traced, is_compiled, is_parametrized
 from gradweave.compat.tracing import ConvolutionModule
 from gradweave.errors import ArgumentError
+from gradweave.fusion.attach import is_deferred_in_graph, updated_in_forward
 from gradweave.fusion.hooks import ModuleHook, stack_depth
+from gradweave.marks import is_trained_in_parallel
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.planning import plan
+from gradweave.split.auto import Trial, predicted
 from gradweave.split.calls import SplitCalls
-from gradweave.split.placement import Planned, Turn, turns_of
-from gradweave.split.queue import Place, WeightGradientQueue
+from gradweave.split.crossing import Crossing
+from gradweave.split.placement import Planned, crossing_in, turns_of
+from gradweave.split.queue import Place, Recorder, WeightGradientQueue
 from gradweave.split.streams import Beside, InLine
 
-POLICIES = ("side_stream", "joint")
+POLICIES = ("auto", "side_stream", "joint", "cross_step")
+_PLANNED = ("joint", "cross_step")
 
 
 def reorder(
     model: nn.Module,
-    policy: str = "side_stream",
+    policy: str = "auto",
     *,
     byte_budget: int | None = None,
     costs: Costs | None = None,
 ) -> Reordering:
     """Takes the weight gradients of linear and convolution layers out of the chain of backward.
 
-    Gradients are bit for bit the stock ones, and all there when ``backward()`` returns. Where a weight is
-    used three times or more in different forwards, or by other operations too, the order of summing up
-    may differ.
+    Gradients are bit for bit the stock ones, and all there when ``backward()`` returns, or with
+    ``"cross_step"`` when somebody looks at them. Where a weight is used three times or more in different
+    forwards, or by other operations too, the order of summing up may differ.
 
     Args:
         model: Whose layers; those inside of ``torch.utils.checkpoint`` stay in order.
         policy: ``"side_stream"`` computes them on a second stream, beside the input gradients; on the CPU,
             behind them. ``"joint"`` computes there only those that gain from it, where they gain most.
-        byte_budget: Bytes that weight gradients which are not finished may keep alive; beyond it, backward
-            waits for the oldest. None for no bound.
-        costs: What :func:`~gradweave.profile.measure_costs` says of the model, for ``"joint"``.
+            ``"cross_step"`` does that too, and leaves some for the next forward, up to their weight's
+            update; it needs ``fuse(model, optimizer, mode="forward")``. ``"auto"`` finds out whether it pays
+            and leaves the step alone where it does not: with ``costs`` by what they predict, without by
+            trying it over the first steps. On a CPU, which has no second stream, it installs nothing.
+        byte_budget: Bytes that weight gradients which are not finished may keep alive; beyond it, the
+            oldest are waited for. None for no bound.
+        costs: What :func:`~gradweave.profile.measure_costs` says of the model; ``"joint"`` and
+            ``"cross_step"`` need it.
 
     Returns:
         A handle that detaches; also a context manager that does so at its end.
@@ -55,6 +69,21 @@ def reorder(
         raise ArgumentError("policy", policy, f"use one of {', '.join(POLICIES)}")
     if byte_budget is not None and byte_budget < 0:
         raise ArgumentError("byte_budget", byte_budget, "give 0 or more bytes, or None for no bound")
+    if costs is None and policy in _PLANNED:
+        raise ArgumentError("costs", costs, f'give those of measure_costs(), by which policy="{policy}" plans')
+    if costs is not None and policy == "side_stream":
+        raise ArgumentError("costs", costs.name, f'policy="{policy}" plans nothing; leave them out, or use "joint"')
+    device = _check_model(model, policy)
+    if policy == "auto":
+        return _attach_where_it_pays(model, device, byte_budget, costs)
+    beside: Place = Beside(device) if device.type == "cuda" else InLine()
+    if costs is None:
+        return Reordering(model, beside, byte_budget, why=f"policy={policy!r}")
+    return _attach_planned(model, beside, byte_budget, costs, policy, f"policy={policy!r}")
+
+
+def _check_model(model: nn.Module, policy: str) -> torch.device:
+    """Raises for models that cannot be reordered; returns the device of the others."""
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise ArgumentError("model", f"parameters on {len(devices)} devices", "give a model that is on one device")
@@ -65,31 +94,74 @@ def reorder(
             raise ArgumentError(
                 "model", "torch.compile", "runs layers where they cannot be split; give the plain model"
             )
+        if policy == "cross_step" and isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ArgumentError(
+                "policy", policy, 'DDP averages all gradients before backward() returns; use policy="joint"'
+            )
+    if is_trained_in_parallel(model):
+        raise ArgumentError(
+            "model", type(model).__name__, "is in a DataParallel, which orders weight gradients itself; detach() that"
+        )
     if is_reordered(model):
         raise ArgumentError("model", type(model).__name__, "is reordered already; detach() that first")
     if any(is_distributed_tensor(p) for p in model.parameters()):
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
-    if (costs is None) == (policy == "joint"):
-        raise ArgumentError("costs", costs, 'give those of measure_costs() with policy="joint", and only there')
-    device = devices.pop()
-    place: Place = Beside(device) if device.type == "cuda" else InLine()
-    if costs is not None:
-        place = Planned(place, _turns(model, costs, policy))
-    return Reordering(model, place, byte_budget)
+    if policy == "cross_step" and not updated_in_forward(model):
+        raise ArgumentError(
+            "policy",
+            policy,
+            "lets weight gradients wait for the next forward, where their updates must be too; "
+            'call fuse(model, optimizer, mode="forward") before',
+        )
+    return devices.pop()
 
 
-def _turns(model: nn.Module, costs: Costs, policy: str) -> tuple[Turn, ...]:
-    """What a policy of the scheduler makes of a model's measured costs; bytes are bounded by the queue."""
-    number_of = {name or type(model).__name__: number for number, (name, _) in enumerate(_layers(model))}
+def _attach_where_it_pays(
+    model: nn.Module, device: torch.device, byte_budget: int | None, costs: Costs | None
+) -> Reordering:
+    if device.type != "cuda":
+        why = "policy='auto': the step is left alone: a CPU has no second stream, and splitting costs time"
+        return _leave_alone(model, byte_budget, why)
+    if costs is None:
+        return Reordering(model, Beside(device), byte_budget, trial=Trial(device))
+    pays, reason = predicted(costs)
+    if not pays:
+        return _leave_alone(model, byte_budget, f"policy='auto': the step is left alone: {reason}")
+    return _attach_planned(model, Beside(device), byte_budget, costs, "joint", f"policy='auto', joint: {reason}")
+
+
+def _leave_alone(model: nn.Module, byte_budget: int | None, why: str) -> Reordering:
+    announce(f"reorder: {why}")
+    return Reordering(model, None, byte_budget, why=why)
+
+
+def _attach_planned(
+    model: nn.Module, beside: Place, byte_budget: int | None, costs: Costs, policy: str, why: str
+) -> Reordering:
+    """Carries out what a policy of the scheduler makes of measured costs; bytes are bounded by the queue."""
+    layers = _layers(model)
+    number_of = {name: number for number, name in enumerate(layer_names(model))}
     layer_of = {index: number_of[layer.name] for index, layer in enumerate(costs.layers) if layer.name in number_of}
     if not layer_of:
         raise ArgumentError("costs", costs.name, "has no layer of this model; measure the model that is reordered")
-    return turns_of(plan(single(costs), policy=policy), layer_of)
+    schedule = plan(single(costs), policy=policy)
+    fused = updated_in_forward(model) if policy == "cross_step" else frozenset()
+    crossing = frozenset(
+        number
+        for number in (crossing_in(schedule, layer_of) if fused else ())
+        if all(id(p) in fused for p in layers[number][1].parameters(recurse=False))
+    )
+    return Reordering(model, Planned(beside, turns_of(schedule, layer_of)), byte_budget, crossing=crossing, why=why)
 
 
 def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The layers whose gradients are to come last, in the order of the model."""
     return [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, ConvolutionModule))]
+
+
+def layer_names(model: nn.Module) -> list[str]:
+    """The layers' names by their numbers, as a cost file has them."""
+    return [name or type(model).__name__ for name, _ in _layers(model)]
 
 
 def is_reordered(model: nn.Module) -> bool:
@@ -99,16 +171,40 @@ def is_reordered(model: nn.Module) -> bool:
 
 
 class Reordering:
-    """What :func:`reorder` returns: a hold on the attachment."""
+    """What :func:`reorder` returns: a hold on the attachment.
 
-    def __init__(self, model: nn.Module, place: Place, byte_budget: int | None) -> None:
-        self._queue = WeightGradientQueue(place, byte_budget)
-        self._model = model
+    Args:
+        model: Whose layers are split.
+        place: Where their weight gradients run; None to attach nothing.
+        byte_budget: As for :func:`reorder`.
+        crossing: Layers whose gradients may wait for the next forward.
+        trial: Finds out whether it pays, and says when to split meanwhile.
+        why: What is said of it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        place: Place | None,
+        byte_budget: int | None,
+        *,
+        crossing: frozenset[int] = frozenset(),
+        trial: Trial | None = None,
+        why: str = "",
+    ) -> None:
+        self._queue = WeightGradientQueue(place or InLine(), byte_budget)
+        in_graph = partial(is_deferred_in_graph, model)
+        self._crossing = Crossing(self._queue, crossing, in_graph) if crossing else None
+        self._trial = trial
+        self._why = why
+        self._layers = _layers(model)
         self._own = _Own()
         self._open: WeakSet[SplitCalls] = WeakSet()
         self._detached = False
-        self._before = model.register_forward_pre_hook(_Enter(self._enter), prepend=True)
-        self._behind = model.register_forward_hook(_Enter(self._leave), always_call=True)
+        self._hooks: list[RemovableHandle] = []
+        if place is not None:
+            before = model.register_forward_pre_hook(_Enter(self._enter), prepend=True)
+            self._hooks = [before, model.register_forward_hook(_Leave(self._leave), always_call=True)]
 
     def __enter__(self) -> Reordering:
         return self
@@ -123,41 +219,73 @@ class Reordering:
         """The most bytes that unfinished weight gradients have kept alive at once."""
         return self._queue.most_held
 
+    def explain(self) -> str:
+        """What is done, and why."""
+        if self._detached:
+            return "detached: stock order"
+        if self._trial is not None:
+            return f"policy='auto': {self._trial.describe()}"
+        crossing = f"; {len(self._crossing.layers)} layers may cross into the next forward" if self._crossing else ""
+        return self._why + crossing
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Runs each weight gradient inside ``recorder(layer)``, for timelines; None ends it."""
+        self._queue.recorder = recorder
+
     def detach(self) -> None:
         """Lets go: what the model runs from now on is stock."""
         self._detached = True
-        self._before.remove()
+        if self._crossing is not None:
+            self._crossing.close()
         for calls in self._open:
             calls.closed = True
-        if not self._open:
-            self._behind.remove()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        """The first of two hooks at once; the second when every forward that is under way has come to it."""
+        for hook in self._hooks[: None if not self._open else 1]:
+            hook.remove()
 
     def _enter(self, *_: Any) -> None:
+        if is_being_traced():
+            return
         depth = stack_depth()
         while self._own.forwards and self._own.forwards[-1][0] >= depth:
             self._close()
-        calls = SplitCalls(self._queue, self._weights())
+        if self._trial is not None and torch.is_grad_enabled():
+            self._trial.begin_forward()
         stack = ExitStack()
-        stack.enter_context(calls)
-        self._open.add(calls)
+        calls = None
+        if self._trial is None or self._trial.splits:
+            weights = self._weights()
+            if self._crossing is not None:
+                self._crossing.begin_forward(weights)
+            calls = SplitCalls(self._queue, weights)
+            stack.enter_context(calls)
+            self._open.add(calls)
         self._own.forwards.append((depth, calls, stack))
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, output: Any) -> None:
+        if is_being_traced():
+            return
         if self._own.forwards:
             self._close()
-        if self._detached and not self._open:
-            self._behind.remove()
+        if self._trial is not None and torch.is_grad_enabled():
+            self._trial.end_forward(output)
+        if self._detached:
+            self._remove_hooks()
 
     def _close(self) -> None:
         _, calls, stack = self._own.forwards.pop()
-        calls.closed = True
-        self._open.discard(calls)
+        if calls is not None:
+            calls.closed = True
+            self._open.discard(calls)
         stack.close()
 
     def _weights(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
         """Those that can be read without computing them, by number; others have their gradients in stock order."""
         weights: dict[int, Any] = {}
-        for number, (_, layer) in enumerate(_layers(self._model)):
+        for number, (_, layer) in enumerate(self._layers):
             if is_parametrized(layer) or not _is_plain(layer.weight):
                 continue
             if layer.bias is None or _is_plain(layer.bias):
@@ -176,7 +304,7 @@ class _Own(threading.local):
     """
 
     def __init__(self) -> None:
-        self.forwards: list[tuple[int, SplitCalls, ExitStack]] = []
+        self.forwards: list[tuple[int, SplitCalls | None, ExitStack]] = []
 
 
 class _Enter(ModuleHook):
@@ -186,3 +314,15 @@ class _Enter(ModuleHook):
     def attached(self) -> bool:
         """Whether it does anything."""
         return self._callback is not None
+
+
+class _Leave(ModuleHook):
+    """A hook behind a forward that is given what the forward returns; None if it has failed."""
+
+    def __init__(self, callback: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._with_output = callback
+
+    def __call__(self, module: nn.Module, args: Any = (), *output: Any) -> None:  # noqa: ARG002
+        """As torch calls it."""
+        self._with_output(output)

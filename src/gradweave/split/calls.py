@@ -9,7 +9,13 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from gradweave.compat.eager import in_forward_mode, in_function_transform, is_being_traced, saved_tensors_are_hooked
+from gradweave.compat.eager import (
+    in_forward_mode,
+    in_function_transform,
+    is_being_traced,
+    no_torch_function,
+    saved_tensors_are_hooked,
+)
 from gradweave.split.layers import Geometry, split_convolution, split_linear
 from gradweave.split.queue import WeightGradientQueue
 from gradweave.split.taps import Tap
@@ -56,10 +62,12 @@ class SplitCalls(TorchFunctionMode):
         self._taps: dict[tuple[int, int], tuple[Tap, torch.Tensor, torch.Tensor | None]] = {}
         self._layers: dict[int, int] = {}
         self._next = max(first, default=-1) + 1 if first else 0
-        for number, (weight, bias) in (first or {}).items():
-            self._layers.setdefault(id(weight), number)
-            if weight.requires_grad and torch.is_grad_enabled() and not is_being_traced():
-                self._tap(weight, bias)
+        needs_taps = torch.is_grad_enabled() and not is_being_traced()
+        with no_torch_function():  # what has an update pending is brought up to date where it is used, not here
+            for number, (weight, bias) in (first or {}).items():
+                self._layers.setdefault(id(weight), number)
+                if needs_taps and weight.requires_grad:
+                    self._tap(weight, bias)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -86,6 +94,7 @@ class SplitCalls(TorchFunctionMode):
         return self._taps[key][0]
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
+        _bring_up_to_date(weight, bias)
         if not _can_be_split(input, weight, bias) or input.dim() < 2 or weight.dim() != 2 or weight.numel() == 0:
             return None
         return split_linear(input.to(_autocast_dtype(input)), self._tap(weight, bias))
@@ -93,6 +102,7 @@ class SplitCalls(TorchFunctionMode):
     def _convolution(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         bind = _bind_transposed if func in _TRANSPOSED else _bind
         input, weight, bias, geometry = bind(_DIMENSIONS[func], *args, **kwargs)
+        _bring_up_to_date(weight, bias)
         if geometry is None or not _can_be_split(input, weight, bias) or input.dim() != weight.dim():
             return None
         return split_convolution(input.to(_autocast_dtype(input)), self._tap(weight, bias), geometry)
@@ -127,6 +137,13 @@ def _each(value: Any, dimensions: int) -> tuple[int, ...]:
     """A number for each dimension; one counts for all."""
     values: Sequence[int] = (value,) if isinstance(value, int) else tuple(value)
     return tuple(values) * dimensions if len(values) == 1 else tuple(values)
+
+
+def _bring_up_to_date(*params: Any) -> None:
+    """Has a parameter of another class, as one whose update is pending, do what it does when it is used."""
+    for param in params:
+        if isinstance(param, torch.nn.Parameter) and type(param) is not torch.nn.Parameter:
+            param.size()
 
 
 def _can_be_split(input: Any, weight: Any, bias: Any) -> bool:

@@ -45,11 +45,23 @@ class _Linear(Function):
         of_x = _linear_input(grad, x, weight) if needs_x else None
         if not (needs_weight or needs_bias):
             return None, of_x, None, None
-        compute = partial(_linear_weight, grad, x, needs_weight, needs_bias, ctx.packed)
         if torch.is_grad_enabled():
-            return None, of_x, *compute()
-        ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute))
+            return None, of_x, *_linear_weight(grad, x, needs_weight, needs_bias, ctx.packed)
+        x, made_by_model = _own(x, ctx.pending)
+        compute = partial(_linear_weight, grad, x, needs_weight, needs_bias, ctx.packed)
+        ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute, made_by_model))
         return None, of_x, None, None
+
+
+def _own(x: torch.Tensor, pending: Pending) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """An input without the graph behind it; once more if the forward has computed it and its task may outlive that.
+
+    A batch, which the loop may fill again, is not one of these.
+    """
+    if not pending.may_outlive or x.is_leaf:
+        return x, ()
+    x = x.detach()
+    return x, (x,)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,8 +140,9 @@ class _Convolution(Function):
         if torch.is_grad_enabled():
             _, of_weight, of_bias = backward(x, weight, mask)
             return None, None, of_x, of_weight if needs_weight else None, of_bias if needs_bias else None
+        x, made_by_model = _own(x, ctx.pending)
         compute = partial(_convolution_weight, grad, x, weight.detach(), ctx.bias_sizes, ctx.geometry, mask)
-        ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute))
+        ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute, made_by_model))
         return None, None, of_x, None, None
 
 

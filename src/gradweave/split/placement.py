@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet, WeakValueDictionary
 
@@ -12,6 +12,7 @@ from gradweave.compat.tracing import NO_BACKWARD
 from gradweave.errors import ArgumentError
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind
+from gradweave.schedule.tasks import Task as ScheduledTask
 from gradweave.split.queue import Place, Task
 
 Turn = tuple[int, int | None]
@@ -21,23 +22,42 @@ Turn = tuple[int, int | None]
 def turns_of(schedule: Schedule, layer_of: Mapping[int, int]) -> tuple[Turn, ...]:
     """The weight gradients that a schedule of one device has on its second stream, in their order.
 
+    Those that it puts off into the next forward begin when the last input gradient has been begun.
+
     Args:
         schedule: Of one step, or the first of several.
         layer_of: The executor's number for a layer of the schedule; what it does not have is not its own.
     """
     if len(schedule.lanes) != 2:
         raise ArgumentError("schedule", schedule.policy, "give one of two streams on one device")
+    turns: list[Turn] = []
+    for layer, before in _on_second_stream(schedule):
+        if layer not in layer_of:
+            continue
+        if before is not None and before.kind is Kind.F and before.step > 0:
+            turns.append((layer_of[layer], layer_of[min(layer_of)]))
+        else:
+            after = layer_of.get(before.layer) if before is not None and before.kind is Kind.X else None
+            turns.append((layer_of[layer], after))
+    return tuple(turns)
+
+
+def crossing_in(schedule: Schedule, layer_of: Mapping[int, int]) -> frozenset[int]:
+    """The layers whose weight gradients a schedule puts off into the next forward."""
+    return frozenset(
+        layer_of[layer]
+        for layer, before in _on_second_stream(schedule)
+        if layer in layer_of and before is not None and before.kind is Kind.F and before.step > 0
+    )
+
+
+def _on_second_stream(schedule: Schedule) -> Iterator[tuple[int, ScheduledTask | None]]:
+    """Layers of the first step's weight gradients there, and the task that each waits for besides its inputs."""
     tasks = schedule.graph.tasks
     waits = dict(schedule.waits)
-    turns = []
     for index in schedule.lanes[1].tasks:
-        task = tasks[index]
-        if task.kind is not Kind.W or task.step != 0 or task.layer not in layer_of:
-            continue
-        before = tasks[waits[index]] if index in waits else None
-        after = layer_of.get(before.layer) if before is not None and before.kind is Kind.X else None
-        turns.append((layer_of[task.layer], after))
-    return tuple(turns)
+        if tasks[index].kind is Kind.W and tasks[index].step == 0:
+            yield tasks[index].layer, tasks[waits[index]] if index in waits else None
 
 
 @dataclass
@@ -89,7 +109,6 @@ class Planned:
     def wait(self, task: Task) -> None:
         """Lets the current stream wait for a task that is elsewhere; one whose turn has not come runs in line."""
         if task in self._given:
-            self._given.remove(task)
             self._place.wait(task)
         elif self._progress.waiting.get(task.layer) is task:
             del self._progress.waiting[task.layer]

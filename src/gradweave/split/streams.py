@@ -44,4 +44,4 @@ class Beside:
 
     def wait(self, task: Task) -> None:
         """Lets the current stream wait for the task."""
-        torch.cuda.current_stream(self.stream.device).wait_event(self._done.pop(task))
+        torch.cuda.current_stream(self.stream.device).wait_event(self._done[task])

@@ -10,6 +10,7 @@ input gradients has come to its end.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class Pending:
         self._queue = queue
         self._tasks: dict[int, list[Task]] = {}
 
+    @property
+    def may_outlive(self) -> bool:
+        """Whether tasks may go on past the end of their backward."""
+        return self._queue.late is not None
+
     def leave(self, task: Task) -> None:
         """Leaves the weight gradient of a call; called in backward."""
         self._tasks.setdefault(current_backward(), []).append(task)
@@ -72,13 +78,19 @@ class Pending:
 
         Another one over the same graph may have left tasks that it did not ask for.
         """
-        weight: torch.Tensor | None = None
-        bias: torch.Tensor | None = None
-        for task in self._tasks.pop(current_backward(), ()):
-            self._queue.finish(task)
-            of_weight, of_bias = task.take()
-            weight, bias = _sum(weight, of_weight), _sum(bias, of_bias)
-        return weight, bias
+        tasks = self._tasks.pop(current_backward(), [])
+        if self._queue.late is not None and (late := self._queue.late.take(self.layer, tasks)) is not None:
+            return late
+        return sum_of(self._queue.finish_and_take(task) for task in tasks)
+
+
+def sum_of(results: Iterable[Gradients]) -> Gradients:
+    """What calls give together, in their order."""
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    for of_weight, of_bias in results:
+        weight, bias = _sum(weight, of_weight), _sum(bias, of_bias)
+    return weight, bias
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
@@ -98,8 +110,8 @@ class _Tap(Function):
     @staticmethod
     def backward(ctx: Any, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
         of_weight, of_bias = ctx.pending.collect()
-        if of_weight is not None:
+        if of_weight is not None and of_weight.dtype is not ctx.dtypes[0]:
             of_weight = of_weight.to(ctx.dtypes[0])
-        if of_bias is not None:
+        if of_bias is not None and of_bias.dtype is not ctx.dtypes[1]:
             of_bias = of_bias.to(ctx.dtypes[1])
         return None, _sum(of_weight, weight), _sum(of_bias, bias)
