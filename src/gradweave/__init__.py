@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gradweave.data_parallel import DataParallel
     from gradweave.errors import GradweaveError
     from gradweave.fusion import Fusion, fuse
+    from gradweave.pipeline import Pipeline
     from gradweave.schedule import Schedule, TaskGraph, Timeline, plan
     from gradweave.split import reorder
     from gradweave.whole_step import Step, compile
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "DASO", "DataParallel", "Fusion", "GradweaveError", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse",
+    "DASO", "DataParallel", "Fusion", "GradweaveError", "Pipeline", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse",
     "plan", "reorder",
 ]  # fmt: skip
 
@@ -29,6 +30,7 @@ _HOMES = {
     "DataParallel": "gradweave.data_parallel",
     "Fusion": "gradweave.fusion",
     "GradweaveError": "gradweave.errors",
+    "Pipeline": "gradweave.pipeline",
     "Schedule": "gradweave.schedule",
     "Step": "gradweave.whole_step",
     "TaskGraph": "gradweave.schedule",

@@ -8,11 +8,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.compat.eager import load_hooks
+from gradweave.errors import ArgumentError
 from gradweave.fusion.hooks import ModuleHook
 
 _COMPILED = "_gradweave_compiled_step"
 _DASO = "_gradweave_daso"
 _DATA_PARALLEL = "_gradweave_data_parallel"
+
+
+def check_is_module(model: object) -> None:
+    """Raises for what is not a model; a :class:`~gradweave.Pipeline`, which has one in its ``module``, for example."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("model", type(model).__name__, "give an nn.Module")
 
 
 def mark_compiled(optimizer: Optimizer, step: object) -> None:

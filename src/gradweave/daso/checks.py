@@ -14,11 +14,12 @@ from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.daso.topology import Groups, Topology
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused
-from gradweave.marks import is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
 
 
 def check(model: nn.Module, optimizer: Optimizer, topology: Topology) -> None:
     """Raises what a user must change."""
+    check_is_module(model)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):

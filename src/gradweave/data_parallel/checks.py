@@ -15,12 +15,13 @@ from gradweave.compat.eager import is_compiled
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused
 from gradweave.fusion.coupling import check_independent
-from gradweave.marks import is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
 from gradweave.split.attach import is_reordered
 
 
 def check(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises what a user must change."""
+    check_is_module(model)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
     if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):

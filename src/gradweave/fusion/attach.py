@@ -21,7 +21,7 @@ from gradweave.fusion.coupling import check_independent
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.hooks import ModuleHook, StepHooks
 from gradweave.fusion.norms import NormTracker
-from gradweave.marks import is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
 
 MODES = ("auto", "forward", "backward")
 _ATTACHED = "_gradweave_fusion"
@@ -49,6 +49,7 @@ def fuse(model: nn.Module, optimizer: Optimizer, mode: str = "auto", *, track_gr
     """
     if mode not in MODES:
         raise ArgumentError("mode", mode, f"use one of {', '.join(MODES)}")
+    check_is_module(model)
     _check_optimizer(optimizer)
     _check_model(model, optimizer, mode)
     check_independent(optimizer)

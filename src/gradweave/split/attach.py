@@ -21,7 +21,7 @@ from gradweave.compat.tracing import ConvolutionModule
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_deferred_in_graph, updated_in_forward
 from gradweave.fusion.hooks import ModuleHook, stack_depth
-from gradweave.marks import is_trained_in_parallel
+from gradweave.marks import check_is_module, is_trained_in_parallel
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.planning import plan
@@ -84,6 +84,7 @@ def reorder(
 
 def _check_model(model: nn.Module, policy: str) -> torch.device:
     """Raises for models that cannot be reordered; returns the device of the others."""
+    check_is_module(model)
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise ArgumentError("model", f"parameters on {len(devices)} devices", "give a model that is on one device")

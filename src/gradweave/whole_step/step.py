@@ -19,7 +19,7 @@ from gradweave.compat.eager import flat_leaves, map_nested, mark_stepped, step_p
 from gradweave.compat.tracing import DynamoError, TooManyVariantsError, dynamo_compile
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.attach import is_fused
-from gradweave.marks import is_in_daso, is_in_data_parallel, mark_compiled
+from gradweave.marks import check_is_module, is_in_daso, is_in_data_parallel, mark_compiled
 from gradweave.split.attach import is_reordered
 from gradweave.whole_step.optimizer_inputs import NoStateError
 from gradweave.whole_step.packing import SharedState
@@ -105,6 +105,7 @@ def compile(
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:
+    check_is_module(model)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
     name = type(optimizer).__name__

@@ -1,0 +1,105 @@
+"""Private names of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
+
+Action = tuple[str, int, int]
+"""What is done, F, X, W or B for X and W together; on which stage; with which micro-batch."""
+
+_ONE_STAGE: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "one_f_one_b": pipelining.Schedule1F1B}
+_MORE_STAGES: dict[str, Any] = {
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "interleaved_zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+_LETTERS = {
+    "F": schedules._ComputationType.FORWARD,
+    "X": schedules._ComputationType.BACKWARD_INPUT,
+    "W": schedules._ComputationType.BACKWARD_WEIGHT,
+    "B": schedules._ComputationType.FULL_BACKWARD,
+}
+_MEANINGS = {kind: letter for letter, kind in _LETTERS.items()}
+
+
+def torch_program(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Action]]:
+    """What each rank does, in order, in a schedule of torch's own with several stages per rank.
+
+    Raises:
+        ValueError: As torch does where the schedule does not allow these numbers.
+    """
+    order = _order_of(name, ranks, stages_per_rank, microbatches)
+    return [[_told(action) for action in order[rank] if action is not None] for rank in range(ranks)]
+
+
+def _order_of(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
+    """By stand-ins for stages: a schedule asks theirs only where they are."""
+    stages = [
+        SimpleNamespace(
+            num_stages=ranks * stages_per_rank, stage_index=index, group_size=ranks, group_rank=0, submod=None
+        )
+        for index in range(stages_per_rank)
+    ]
+    schedule = _MORE_STAGES[name](stages, microbatches, loss_fn=_no_loss)
+    order: Mapping[int, Sequence[Any]] = schedule.pipeline_order
+    return order
+
+
+def _no_loss(*_: Any) -> torch.Tensor:
+    return torch.zeros(())
+
+
+def _told(action: Any) -> Action:
+    return _MEANINGS[action.computation_type], action.stage_index, action.microbatch_index
+
+
+class _Careful:
+    """Part of every schedule here: a context of the owner around the trial run that tells torch shapes."""
+
+    trial: Callable[[], AbstractContextManager[None]]
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        with self.trial():
+            super()._initialize_stages(*args, **kwargs)  # type: ignore[misc]
+
+    def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
+        with self.trial():
+            super()._initialize_stage(*args, **kwargs)  # type: ignore[misc]
+
+
+def make_runtime(
+    name: str,
+    program: Sequence[Iterable[Action]],
+    stages: list[Any],
+    microbatches: int,
+    loss_fn: Callable[..., torch.Tensor],
+    trial: Callable[[], AbstractContextManager[None]],
+) -> Any:
+    """The schedule of torch that runs this rank's stages.
+
+    Args:
+        name: Of one of torch's own schedules; any other name has torch's runtime follow the program.
+        program: What each rank does.
+        stages: Those of this rank.
+        microbatches: Per step.
+        loss_fn: Of the last stage's output and the target, for one micro-batch.
+        trial: Context for the run on the first micro-batch by which torch finds out shapes.
+    """
+    base = _ONE_STAGE.get(name) or _MORE_STAGES.get(name) or schedules._PipelineScheduleRuntime
+    kind = type(f"Careful{base.__name__}", (_Careful, base), {"trial": staticmethod(trial)})
+    given = stages[0] if name in _ONE_STAGE else stages
+    runtime = kind(given, microbatches, loss_fn=loss_fn, scale_grads=False)
+    if name not in _ONE_STAGE and name not in _MORE_STAGES:
+        actions = {
+            rank: [schedules._Action(stage, _LETTERS[what], microbatch) for what, stage, microbatch in order]
+            for rank, order in enumerate(program)
+        }
+        runtime._prepare_schedule_with_comms(actions)
+    return runtime

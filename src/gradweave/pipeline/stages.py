@@ -1,0 +1,90 @@
+"""Stages: runs of layers as torch's pipelining runtime calls them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from gradweave.errors import GradweaveError
+from gradweave.pipeline.held import HeldGradients, Ledger
+from gradweave.pipeline.surroundings import Precision
+
+
+class StageLayers(nn.Module):
+    """The layers of one stage, under the names they have in the whole model.
+
+    What goes from one stage to the next is a tensor, or a tuple of tensors, which the next layer gets as one.
+    """
+
+    def __init__(
+        self, layers: Iterable[tuple[str, nn.Module]], held: HeldGradients | None, precision: Precision
+    ) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(OrderedDict(layers))
+        self._held = held
+        self._precision = precision
+
+    def forward(self, *given: Any) -> Any:
+        """Runs the layers; the weight gradients of linear and convolution layers are held back."""
+        value = given[0] if len(given) == 1 else given
+        with self._precision.used(), self._held.calls() if self._held is not None else nullcontext():
+            for layer in self.layers:
+                value = layer(value)
+        return value
+
+
+class Stage(PipelineStage):
+    """torch's stage, whose weight gradients come from :class:`HeldGradients`.
+
+    Args:
+        layers: By name.
+        index: Of the stage.
+        count: Of stages.
+        device: Where it runs.
+        group: Of the pipeline's ranks.
+        ledger: What the rank holds back; None leaves the split of X and W to torch.
+        precision: Of forwards.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[tuple[str, nn.Module]],
+        index: int,
+        count: int,
+        device: torch.device,
+        group: Any,
+        ledger: Ledger | None,
+        precision: Precision,
+    ) -> None:
+        self._held = None if ledger is None else HeldGradients(ledger)
+        build = None if self._held is None else self._held.build
+        self._shapes: list[tuple[int, ...]] | None = None
+        own = StageLayers(layers, self._held, precision)
+        super().__init__(own, index, count, device, group=group, dw_builder=build)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch does it; what comes out must have the shape that the next stage waits for."""
+        made = super().forward_one_chunk(*args, **kwargs)
+        if self.is_last:
+            return made
+        shapes = [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else (made,))]
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            names = ", ".join(name for name, _ in self.submod.layers.named_children())  # type: ignore[union-attr]
+            raise GradweaveError(
+                f"the output of stage {self.stage_index} (layers {names}) was of shape {self._shapes} for the first "
+                f"micro-batch, and is of shape {shapes} now: it must not change; pad it"
+            )
+        return made
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """As torch does it; what a trial run may have left is forgotten."""
+        if self._held is not None:
+            self._held.tasks.clear()
+        super().backward_one_chunk(*args, **kwargs)

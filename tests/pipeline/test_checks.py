@@ -1,0 +1,74 @@
+"""What else may be at work on the layers of a pipeline, on a real process group of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import gradweave
+from gradweave.errors import ArgumentError
+from gradweave.pipeline import Pipeline
+from pipeline.models import batch, loss_fn, make
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def refused(model, said):
+    with pytest.raises(ArgumentError, match=said):
+        Pipeline(model, loss_fn, microbatches=2)
+
+
+def test_a_model_in_data_parallel():
+    model = make("mlp")
+    wrapped = gradweave.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    refused(nn.Sequential(wrapped), "is in a DataParallel")
+    wrapped.detach()
+
+
+def test_reordered_layers():
+    model = make("mlp")
+    with gradweave.reorder(model[0], policy="side_stream"):
+        refused(model, "is reordered")
+
+
+def test_compiled_wrapped_and_sharded_layers():
+    refused(nn.Sequential(torch.compile(nn.Linear(3, 3))), "is compiled")
+    refused(nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(3, 3))), "DistributedDataParallel")
+    sharded = make("mlp")
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    refused(sharded, "FSDP")
+
+
+def test_a_pipeline_is_no_model_for_others():
+    pipe = Pipeline(make("mlp"), loss_fn, microbatches=2)
+    optimizer = torch.optim.SGD(pipe.module.parameters(), lr=0.1)
+    for technique in (
+        lambda: gradweave.compile(pipe, lambda m, x: m(x).sum(), optimizer),
+        lambda: gradweave.reorder(pipe),
+        lambda: gradweave.DASO(pipe, optimizer),
+        lambda: gradweave.DataParallel(pipe, optimizer),
+        lambda: gradweave.fuse(pipe, optimizer),
+    ):
+        with pytest.raises(ArgumentError, match="model='Pipeline'"):
+            technique()
+    pipe.close()
+
+
+def test_two_pipelines_on_the_same_layers_add_up_their_gradients():
+    model = make("mlp")
+    x, target = batch("mlp")
+    first = Pipeline(model, loss_fn, microbatches=2, policy="fast_forward")
+    first.step(x, target)
+    once = [p.grad.clone() for p in model.parameters()]
+    second = Pipeline(model, loss_fn, microbatches=2, policy="gpipe")
+    second.step(x, target)
+    assert all(torch.equal(p.grad, 2 * grad) for p, grad in zip(model.parameters(), once, strict=True))
+    first.close()
+    second.close()

@@ -1,0 +1,70 @@
+"""Real processes that stay for a whole module of tests and run one scenario after the other."""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from datetime import timedelta
+
+SECONDS = 60
+
+
+class World:
+    """Processes that wait for scenarios: functions of ``pipeline.scenarios``, called with the arguments given."""
+
+    def __init__(self, folder, size=2, *, tcp=False):
+        self.size = size
+        context = multiprocessing.get_context("spawn")
+        store = f"tcp://127.0.0.1:{_free_port()}" if tcp else f"file://{folder}/store"
+        self.ranks = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, store, rank, size), daemon=True)
+            process.start()
+            there.close()
+            self.ranks.append((process, here))
+
+    def run(self, scenario, *, seconds=SECONDS, ranks=None, **arguments):
+        """What the scenario returns, by rank; what it raises is raised here."""
+        for _, connection in self.ranks:
+            connection.send((scenario, arguments))
+        deadline = time.monotonic() + seconds
+        answers = {}
+        for rank in range(self.size) if ranks is None else ranks:
+            connection = self.ranks[rank][1]
+            assert connection.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} gave no answer in {seconds} s"
+            answers[rank] = connection.recv()
+        failed = "\n".join(f"rank {rank}:\n{text}" for rank, (fine, text) in answers.items() if not fine)
+        assert not failed, failed
+        return {rank: answer for rank, (_, answer) in answers.items()}
+
+    def close(self):
+        for process, connection in self.ranks:
+            process.kill()
+            process.join()
+            connection.close()
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(connection, store, rank, size):
+    import torch
+    import torch.distributed as dist
+
+    from pipeline import scenarios
+
+    os.environ["RANK"] = str(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    while True:
+        name, arguments = connection.recv()
+        try:
+            answer = True, getattr(scenarios, name)(**arguments)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        connection.send(answer)
