@@ -48,6 +48,7 @@ from turns import AGAIN, CHECKED_STEPS, Child, ChildFailedError, ready_ones, ser
 import gradweave
 from fusion import append, read
 from gradweave.compare.run import environment
+from gradweave.fusion import Fusion
 from gradweave.profile import cached_costs
 from gradweave.schedule import Costs, plan, single
 from gradweave.split.attach import Reordering, reorder
@@ -191,9 +192,7 @@ def make_variant(name: str, case: Case, folder: Path) -> Noted:
     return Noted(captured(train) if fusion is None else several_captured(train, fusion), handle, path)
 
 
-def several_captured(
-    train: Callable[..., torch.Tensor], fusion: gradweave.Fusion
-) -> Callable[[Batch], torch.Tensor | None]:
+def several_captured(train: Callable[..., torch.Tensor], fusion: Fusion) -> Callable[[Batch], torch.Tensor | None]:
     """Steps in a CUDA graph of several, from the first that is not looked at on; each graph waits for its last batch.
 
     Until then they are eager; the same steps, with the same losses.

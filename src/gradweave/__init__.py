@@ -12,27 +12,29 @@ if TYPE_CHECKING:
     from gradweave.daso import DASO
     from gradweave.data_parallel import DataParallel
     from gradweave.errors import GradweaveError
-    from gradweave.fusion import Fusion, fuse
+    from gradweave.fusion import fuse
+    from gradweave.optim import Eva, EvaF, EvaS
     from gradweave.pipeline import Pipeline
     from gradweave.schedule import Schedule, TaskGraph, Timeline, plan
     from gradweave.split import reorder
-    from gradweave.whole_step import Step, compile
+    from gradweave.whole_step import compile
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DASO", "DataParallel", "Fusion", "GradweaveError", "Pipeline", "Schedule", "Step", "TaskGraph", "Timeline", "compile", "fuse",
-    "plan", "reorder",
+    "DASO", "DataParallel", "Eva", "EvaF", "EvaS", "GradweaveError", "Pipeline", "Schedule", "TaskGraph", "Timeline",
+    "compile", "fuse", "plan", "reorder",
 ]  # fmt: skip
 
 _HOMES = {
     "DASO": "gradweave.daso",
     "DataParallel": "gradweave.data_parallel",
-    "Fusion": "gradweave.fusion",
+    "Eva": "gradweave.optim",
+    "EvaF": "gradweave.optim",
+    "EvaS": "gradweave.optim",
     "GradweaveError": "gradweave.errors",
     "Pipeline": "gradweave.pipeline",
     "Schedule": "gradweave.schedule",
-    "Step": "gradweave.whole_step",
     "TaskGraph": "gradweave.schedule",
     "Timeline": "gradweave.schedule",
     "compile": "gradweave.whole_step",

@@ -19,6 +19,12 @@ map_nested = tree_map
 """Applies a function to every leaf of nested containers."""
 
 
+ConvolutionModule = torch.nn.modules.conv._ConvNd
+"""What all convolution modules have in common."""
+
+NO_BACKWARD = -1
+"""What :func:`current_backward` says where none is running."""
+
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses' ``__torch_function__`` is not consulted."""
 

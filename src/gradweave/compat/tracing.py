@@ -13,13 +13,6 @@ import torch
 from gradweave.announce import announce
 from gradweave.errors import ArgumentError
 
-ConvolutionModule = torch.nn.modules.conv._ConvNd
-"""What all convolution modules have in common."""
-
-
-NO_BACKWARD = -1
-"""What :func:`current_backward` says where none is running."""
-
 
 def trace_to_graph(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
     """Records the ATen operations that a function runs on fake tensors, with their annotations."""

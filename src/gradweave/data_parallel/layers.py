@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from gradweave.compat.eager import is_parametrized, no_torch_function
-from gradweave.compat.tracing import ConvolutionModule
+from gradweave.compat.eager import ConvolutionModule, is_parametrized, no_torch_function
 from gradweave.fusion.hooks import ModuleHook
 
 

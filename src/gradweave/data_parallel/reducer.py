@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from gradweave.compat.eager import at_end_of_backward, current_backward, storage_users
-from gradweave.compat.tracing import NO_BACKWARD
+from gradweave.compat.eager import NO_BACKWARD, at_end_of_backward, current_backward, storage_users
 from gradweave.data_parallel.failures import LostRankError, named
 from gradweave.data_parallel.gradients import pending_class
 from gradweave.errors import GradweaveError

@@ -16,8 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradweave.announce import announce
 from gradweave.compat.distributed import is_distributed_tensor
-from gradweave.compat.eager import forward_hooks, is_being_traced, is_compiled, is_parametrized
-from gradweave.compat.tracing import ConvolutionModule
+from gradweave.compat.eager import ConvolutionModule, forward_hooks, is_being_traced, is_compiled, is_parametrized
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_deferred_in_graph, updated_in_forward
 from gradweave.fusion.hooks import ModuleHook, stack_depth

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet, WeakValueDictionary
 
-from gradweave.compat.eager import current_backward
-from gradweave.compat.tracing import NO_BACKWARD
+from gradweave.compat.eager import NO_BACKWARD, current_backward
 from gradweave.errors import ArgumentError
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind

@@ -10,8 +10,7 @@ from typing import Protocol
 
 import torch
 
-from gradweave.compat.eager import at_end_of_backward, current_backward
-from gradweave.compat.tracing import NO_BACKWARD
+from gradweave.compat.eager import NO_BACKWARD, at_end_of_backward, current_backward
 from gradweave.errors import GradweaveError
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]

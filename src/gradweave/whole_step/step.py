@@ -98,6 +98,10 @@ def compile(
     clipping = Clipping(max_grad_norm, max_grad_value)
     if scaler is not None and not scaler.is_enabled():
         scaler = None
+    if scaler is not None and getattr(optimizer, "needs_loss_scale", False):
+        raise ArgumentError(
+            "scaler", "GradScaler", f"would scale what {type(optimizer).__name__} measures in backward; use bfloat16"
+        )
     options = StepOptions(
         clipping, lower, scaler, memory_budget, capture=True, report=lambda doing: report(f"compile: {doing}")
     )

@@ -177,7 +177,11 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
     with_gradient: set[int] = set()
     first_sum, first_scale = len(objective.inputs), len(objective.inputs) + len(recipe.sums)
 
+    places = {id(x): index for index, x in enumerate(objective.inputs)}
+    same = {slot: places[id(x)] for slot, x in enumerate(optimizer.state()) if id(x) in places}
+
     def step(inputs: list[torch.Tensor], state: list[torch.Tensor], numbers: list[Any]) -> list[Any]:
+        state = [inputs[same[slot]] if slot in same else x for slot, x in enumerate(state)]
         own, sums, scale = inputs[:first_sum], inputs[first_sum:first_scale], inputs[first_scale:]
         outputs, params, grads = _differentiate(objective, own, scale)
         with_gradient.update(index for index, grad in enumerate(grads) if grad is not None)

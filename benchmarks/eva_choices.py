@@ -1,0 +1,115 @@
+"""Why the family's defaults are what they are: one choice at a time, on the autoencoder.
+
+    python benchmarks/eva_choices.py --data FOLDER --results benchmarks/results/eva-choices-cpu.csv --minutes 8
+
+Trials that the results hold already are left out. 300 steps of batch 250, from two seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from eva_convergence import append, read, share_of
+from eva_tasks import Task, autoencoder
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave.compare.run import environment
+from gradweave.optim import Eva, EvaF, EvaS
+from gradweave.optim.rules import JOINT, NORMALIZE
+
+STEPS = 300
+SEEDS = (0, 1)
+
+
+def changed(cls: Any, *, lr: float, manner: dict[str, Any] | None = None, **options: Any) -> Callable[..., Optimizer]:
+    """An optimizer of the family with something about it changed."""
+
+    def make(model: nn.Module) -> Optimizer:
+        optimizer: Any = cls(model, lr=lr, **options)
+        optimizer.manner = replace(optimizer.manner, **(manner or {}))
+        return optimizer
+
+    return make
+
+
+CHOICES: dict[str, Callable[..., Optimizer]] = {
+    "eva-f average 0.95": changed(EvaF, lr=0.02, running_average=0.95),
+    "eva-f average 0.3": changed(EvaF, lr=0.02, running_average=0.3),
+    "eva-f average 0.1": changed(EvaF, lr=0.02, running_average=0.1),
+    "eva average 0.95": changed(Eva, lr=0.02, running_average=0.95),
+    "eva average 0.3": changed(Eva, lr=0.02, running_average=0.3),
+    "eva-s average 0.1": changed(EvaS, lr=0.01, running_average=0.1),
+    "eva-s average 0.95": changed(EvaS, lr=0.01, running_average=0.95),
+    "adamw lr 0.002": lambda m: torch.optim.AdamW(m.parameters(), lr=0.002, weight_decay=0.0),
+    "eva one damping for both sides": changed(Eva, lr=0.02, running_average=0.95, manner={"formula": JOINT}),
+    "no vectors, step by layer, lr 0.01": changed(EvaF, lr=0.01, damping=1e6),
+    "eva lr 0.03": changed(Eva, lr=0.03, running_average=0.95),
+    "eva lr 0.01": changed(Eva, lr=0.01, running_average=0.95),
+    "eva-f reference lr 0.3": changed(EvaF, lr=0.3, reference=True),
+    "eva output damping 0.1": changed(Eva, lr=0.02, running_average=0.95, output_damping=0.1),
+    "eva-f damping 0.1": changed(EvaF, lr=0.02, running_average=0.95, damping=0.1),
+    "eva-f damping 0.001": changed(EvaF, lr=0.02, running_average=0.95, damping=0.001),
+    "eva-f 16 samples": changed(EvaF, lr=0.02, running_average=0.95, samples=16),
+    "eva-f lr 0.01": changed(EvaF, lr=0.01, running_average=0.95),
+    "eva-f lr 0.03": changed(EvaF, lr=0.03, running_average=0.95),
+    "eva-f normalized over all layers, lr 0.3": changed(
+        EvaF, lr=0.3, running_average=0.95, manner={"trust": NORMALIZE}
+    ),
+    "eva reference lr 0.1": changed(Eva, lr=0.1, reference=True),
+    "eva-s reference lr 0.6": changed(EvaS, lr=0.6, reference=True),
+    "sgd lr 0.6": lambda m: torch.optim.SGD(m.parameters(), lr=0.6, momentum=0.9),
+    "eva-s damping 0.03": changed(EvaS, lr=0.01, running_average=0.1, damping=0.03),
+}
+
+
+def train(task: Task, make: Callable[..., Optimizer], seed: int) -> float:
+    """The test error at the end; not a number if training diverged."""
+    torch.manual_seed(seed)
+    model = task.make_model()
+    optimizer = make(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for step in range(STEPS):
+        for group, lr in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = lr * share_of(step, STEPS)
+        loss = task.loss(model, *task.batch(generator))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 49 and not math.isfinite(float(loss.detach())):
+            return math.nan
+    with torch.no_grad():
+        return task.test(model)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--seed", type=int, help="only this one, so that several can run side by side")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    task = autoencoder(arguments.data, device, toy=True)
+    began = time.perf_counter()
+    for seed in SEEDS if arguments.seed is None else (arguments.seed,):
+        for name, make in CHOICES.items():
+            known = {(row["choice"], row["seed"]) for row in read(arguments.results)}
+            if (name, str(seed)) in known or time.perf_counter() - began > 60 * arguments.minutes:
+                continue
+            error = train(task, make, seed)
+            row = {"choice": name, "seed": seed, "steps": STEPS, "test_error": f"{error:.4f}"}
+            append(arguments.results, [{**row, **environment(torch.device(device))}])
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Convergence of the Eva family against first-order and dense second-order optimizers, on real data.
+
+    python benchmarks/eva_convergence.py run --task autoencoder --data FOLDER --results FILE.csv --minutes 8
+    python benchmarks/eva_convergence.py time --task autoencoder --data FOLDER --results FILE-times.csv
+    python benchmarks/eva_convergence.py draw --task autoencoder --results FILE.csv --times FILE-times.csv
+
+Every optimizer has the same number of trials: four learning rates of its own, then two more (the best one times
+and over 1.5, or two refresh intervals), all from one seed; the best goes on to three seeds, with schedules of
+three lengths. Trials that the results hold already are left out, so that a table can be filled in several runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from eva_contenders import Contender, contenders
+from eva_tasks import TASKS, Task
+
+import gradweave
+from gradweave.compare.run import environment
+
+SEEDS = (0, 1, 2)
+FIRST_INTERVAL = 10
+POINTS = 12
+"""How often a trial is tested."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One training."""
+
+    contender: str
+    lr: float
+    interval: int
+    length: int
+    seed: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return tuple(map(str, (self.contender, self.lr, self.interval, self.length, self.seed)))
+
+
+FIELDS = ("contender", "lr", "interval", "length", "seed")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def append(path: Path, rows: list[dict[str, Any]]) -> None:
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def key_of(row: dict[str, str]) -> tuple[str, ...]:
+    return tuple(row[field] for field in FIELDS)
+
+
+def final(rows: list[dict[str, str]], trial: Trial) -> float:
+    """The figure at the end of a trial; not a number if it diverged."""
+    own = [row for row in rows if key_of(row) == trial.key]
+    return float(own[-1]["test"])
+
+
+def plan(task: Task, who: dict[str, Contender], rows: list[dict[str, str]]) -> Iterator[Trial]:
+    """The trials that are still to be run, as far as those behind them are known."""
+    known = {key_of(row) for row in rows}
+    length = task.lengths[0]
+    for name, contender in who.items():
+        grid = [Trial(name, lr, FIRST_INTERVAL, length, 0) for lr in contender.rates]
+        missing = [trial for trial in grid if trial.key not in known]
+        if missing:
+            yield missing[0]
+            continue
+        lead = best(task, rows, grid)
+        if contender.intervals:
+            more = [Trial(name, lead.lr, interval, length, 0) for interval in contender.intervals]
+        else:
+            more = [
+                Trial(name, float(f"{lead.lr * factor:.4g}"), FIRST_INTERVAL, length, 0) for factor in (1.5, 1 / 1.5)
+            ]
+        missing = [trial for trial in more if trial.key not in known]
+        if missing:
+            yield missing[0]
+            continue
+        lead = best(task, rows, grid + more)
+        finals = [Trial(name, lead.lr, lead.interval, n, seed) for n in task.lengths for seed in SEEDS]
+        missing = [trial for trial in finals if trial.key not in known]
+        if missing:
+            yield missing[0]
+
+
+def best(task: Task, rows: list[dict[str, str]], trials: list[Trial]) -> Trial:
+    def worth(trial: Trial) -> float:
+        figure = final(rows, trial)
+        if math.isnan(figure):
+            return math.inf
+        return figure if task.lower_is_better else -figure
+
+    return min(trials, key=worth)
+
+
+class Training:
+    """A model with its optimizers, one step at a time."""
+
+    def __init__(self, task: Task, contender: Contender, trial: Trial, device: str) -> None:
+        torch.manual_seed(trial.seed)
+        self.task = task
+        self.model = task.make_model()
+        self.optimizers = contender.make(self.model, trial.lr, trial.interval)
+        self.base = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.generator = torch.Generator().manual_seed(1000 + trial.seed)
+        self.compiled = None
+        if contender.whole and device == "cuda":
+            self.compiled = gradweave.compile(self.model, task.loss, self.optimizers[0])
+
+    def step(self, share: float) -> torch.Tensor:
+        """A step at a share of the learning rate."""
+        for optimizer, rates in zip(self.optimizers, self.base, strict=True):
+            for group, lr in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr * share
+        batch = self.task.batch(self.generator)
+        if self.compiled is not None:
+            loss: torch.Tensor = self.compiled(*batch)
+            return loss
+        loss = self.task.loss(self.model, *batch)
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def test(self) -> float:
+        self.model.eval()
+        with torch.no_grad():
+            figure = self.task.test(self.model)
+        self.model.train()
+        return figure
+
+
+def share_of(step: int, length: int) -> float:
+    """Five percent of warm-up, then linear to zero, for everybody."""
+    warm = max(1, length // 20)
+    return min((step + 1) / warm, (length - step) / (length - warm + 1), 1.0)
+
+
+def train(task: Task, contender: Contender, trial: Trial, device: str) -> list[dict[str, Any]]:
+    training = Training(task, contender, trial, device)
+    every = max(1, trial.length // POINTS)
+    about = {**dict(zip(FIELDS, trial.key, strict=True)), "metric": task.metric}
+    where = environment(torch.device(device))
+    rows = []
+    for step in range(trial.length):
+        loss = training.step(share_of(step, trial.length))
+        at_end = step + 1 == trial.length
+        if at_end or (step + 1) % every == 0:
+            value = float(loss)
+            figure = training.test() if math.isfinite(value) else math.nan
+            rows.append({**about, "step": step + 1, "train_loss": f"{value:.6g}", "test": f"{figure:.6g}", **where})
+            if not math.isfinite(value):
+                break
+    return rows
+
+
+def run(name: str, task: Task, path: Path, minutes: float, device: str) -> None:
+    who = contenders(name)
+    began = time.perf_counter()
+    while time.perf_counter() - began < 60 * minutes:
+        trial = next(plan(task, who, read(path)), None)
+        if trial is None:
+            print("all trials are in", flush=True)
+            return
+        start = time.perf_counter()
+        rows = train(task, who[trial.contender], trial, device)
+        append(path, rows)
+        print(trial, rows[-1]["test"], f"{time.perf_counter() - start:.0f} s", flush=True)
+
+
+def measure(name: str, task: Task, path: Path, device: str) -> None:
+    """Milliseconds of a step of each optimizer, by itself: the median of rounds."""
+    known = {row["contender"] + row["interval"] for row in read(path)}
+    for contender_name, contender in contenders(name).items():
+        for interval in (FIRST_INTERVAL, *contender.intervals):
+            if contender_name + str(interval) in known:
+                continue
+            training = Training(task, contender, Trial(contender_name, 1e-4, interval, 1, 0), device)
+            for _ in range(5):
+                training.step(1.0)
+            steps, times = max(20, interval), []
+            for _ in range(5):
+                wait(device)
+                began = time.perf_counter()
+                for _ in range(steps):
+                    training.step(1.0)
+                wait(device)
+                times.append(1e3 * (time.perf_counter() - began) / steps)
+            row = {"contender": contender_name, "interval": interval, "ms": f"{median(times):.4f}"}
+            append(
+                path,
+                [
+                    {
+                        **row,
+                        "ms_low": f"{min(times):.4f}",
+                        "ms_high": f"{max(times):.4f}",
+                        **environment(torch.device(device)),
+                    }
+                ],
+            )
+            print(row, flush=True)
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def finals_of(rows: list[dict[str, str]], name: str, length: int) -> list[list[dict[str, str]]]:
+    """The curves of the seeds that a contender went on to, of one length."""
+    curves: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        if row["contender"] == name and int(row["length"]) == length:
+            curves.setdefault(key_of(row), []).append(row)
+    seeds = {key[1:3] for key in curves if key[4] != "0"}
+    return [curve for key, curve in curves.items() if key[1:3] in seeds]
+
+
+def draw(path: Path, times: Path) -> None:
+    """Mean and spread of the seeds, against steps and against seconds."""
+    from matplotlib.figure import Figure
+
+    rows = read(path)
+    ms = {(row["contender"], row["interval"]): float(row["ms"]) for row in read(times)}
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    length = int(rows[0]["length"])
+    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
+    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    for name in names:
+        curves = finals_of(rows, name, length)
+        if not curves:
+            continue
+        steps = [int(row["step"]) for row in curves[0]]
+        values = torch.tensor([[float(row["test"]) for row in curve] for curve in curves if len(curve) == len(steps)])
+        low, mean, high = values.min(0).values, values.mean(0), values.max(0).values
+        per_step = ms.get((name, curves[0][0]["interval"]))
+        for axes, factor in ((by_steps, 1.0), (by_seconds, None if per_step is None else per_step / 1e3)):
+            if factor is not None:
+                at = [step * factor for step in steps]
+                axes.plot(at, mean, label=f"{name}, lr {curves[0][0]['lr']}", linewidth=1.2)
+                axes.fill_between(at, low, high, alpha=0.15)
+    by_steps.set_xlabel("steps")
+    by_seconds.set_xlabel("seconds: steps times the step's time by itself")
+    by_steps.set_ylabel(rows[0]["metric"])
+    by_steps.legend(fontsize=7)
+    figure.suptitle(f"mean and range of {len(SEEDS)} seeds; {rows[0]['device']}, torch {rows[0]['torch']}", fontsize=9)
+    figure.savefig(path.with_suffix(".png"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "time", "draw"))
+    parser.add_argument("--task", choices=tuple(TASKS), required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--times", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--toy", action="store_true", help="small networks and batches, to see that everything runs")
+    arguments = parser.parse_args()
+    if arguments.what == "draw":
+        draw(arguments.results, arguments.times or arguments.results)
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    task = TASKS[arguments.task](arguments.data, device, toy=arguments.toy)
+    if arguments.what == "run":
+        run(arguments.task, task, arguments.results, arguments.minutes, device)
+    else:
+        measure(arguments.task, task, arguments.results, device)
+
+
+if __name__ == "__main__":
+    main()

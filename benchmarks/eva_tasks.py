@@ -1,0 +1,190 @@
+"""The tasks on which optimizers are compared: an autoencoder, a ResNet with BatchNorm, a small GPT, on real data.
+
+The data folder holds ``mnist.npz``, ``cifar10.npz.xz`` (JPEG bytes and their lengths) and ``tinyshakespeare.txt``.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gradweave.zoo import GPT
+
+Batch = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to train.
+
+    Attributes:
+        make_model: On the device, from the global seed.
+        batch: The batch of a step, drawn with a generator.
+        loss: Of a model and a batch.
+        test: A figure of a model on data it was not trained on.
+        metric: What that figure is.
+        lengths: Numbers of steps that schedules are tried with; the first is the one rates are chosen with.
+        lower_is_better: Whether the figure is to be small.
+    """
+
+    make_model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+    loss: Callable[..., torch.Tensor]
+    test: Callable[[nn.Module], float]
+    metric: str
+    lengths: tuple[int, ...]
+    lower_is_better: bool = True
+
+
+def _pick(count: int, size: int, generator: torch.Generator, device: str) -> torch.Tensor:
+    return torch.randint(0, count, (size,), generator=generator).to(device)
+
+
+def autoencoder(data: Path, device: str, *, toy: bool) -> Task:
+    """784-1000-500-250-30 and back, ReLU, linear code, mean squared error of normalized pixels."""
+    arrays = np.load(data / "mnist.npz")
+    train, test = (
+        torch.from_numpy(arrays[key]).reshape(-1, 784).float().div(255).to(device) for key in ("x_train", "x_test")
+    )
+    mean, std = train.mean(), train.std()
+    train, test = (train - mean) / std, (test - mean) / std
+    widths = (784, 1000, 500, 250, 30)
+    batch = 250 if toy else 1000
+
+    def make_model() -> nn.Module:
+        layers: list[nn.Module] = []
+        for number, (inputs, outputs) in enumerate(pairwise((*widths, *widths[-2::-1]))):
+            layers += [nn.Linear(inputs, outputs)] + ([] if number in (3, 7) else [nn.ReLU()])
+        return nn.Sequential(*layers).to(device)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) - x).square().mean()
+
+    def test_error(model: nn.Module) -> float:
+        return float(sum(loss(model, part) * len(part) for part in test.split(2500)) / len(test))
+
+    return Task(
+        make_model,
+        lambda generator: (train[_pick(len(train), batch, generator, device)],),
+        loss,
+        test_error,
+        "test mean squared error",
+        (300, 150, 600),
+    )
+
+
+class _Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
+
+
+def _images(data: Path, which: str, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    from PIL import Image
+
+    with lzma.open(data / "cifar10.npz.xz") as file:
+        arrays = np.load(io.BytesIO(file.read()))
+    stream, lengths = arrays[f"jpeg_{which}"].tobytes(), arrays[f"len_{which}"][:count]
+    ends = np.cumsum(lengths)
+    pictures = [
+        np.asarray(Image.open(io.BytesIO(stream[end - length : end])).convert("RGB"))
+        for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
+    ]
+    labels = torch.from_numpy(arrays[f"y_{which}"][:count].astype(np.int64).reshape(-1))
+    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous(), labels
+
+
+def cifar(data: Path, device: str, *, toy: bool) -> Task:
+    """A ResNet of three stages of two blocks, with crops and flips, batch 512."""
+    count, width, size = (200, 4, 16) if toy else (None, 32, 512)
+    (x, y), (test_x, test_y) = (_images(data, which, count) for which in ("train", "test"))
+    x, y, test_x, test_y = (tensor.to(device) for tensor in (x, y, test_x, test_y))
+    mean = torch.tensor([0.4914, 0.4822, 0.4465], device=device).view(1, 3, 1, 1)
+    std = torch.tensor([0.247, 0.2435, 0.2616], device=device).view(1, 3, 1, 1)
+
+    def normalized(pictures: torch.Tensor) -> torch.Tensor:
+        return (pictures.float() / 255 - mean) / std
+
+    def make_model() -> nn.Module:
+        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+        inputs = width
+        for outputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
+            layers += [_Block(inputs, outputs, stride), _Block(outputs, outputs, 1)]
+            inputs = outputs
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)).to(device)
+
+    def batch(generator: torch.Generator) -> Batch:
+        chosen = _pick(len(x), size, generator, device)
+        pictures = F.pad(normalized(x[chosen]), (4, 4, 4, 4))
+        flips = torch.rand(size, generator=generator).to(device) < 0.5
+        pictures = torch.where(flips[:, None, None, None], pictures.flip(3), pictures)
+        rows, columns = (torch.randint(0, 9, (size, 1), generator=generator).to(device) for _ in range(2))
+        span = torch.arange(32, device=device)
+        index = torch.arange(size, device=device)[:, None, None]
+        cropped = pictures.permute(0, 2, 3, 1)[index, (rows + span)[:, :, None], (columns + span)[:, None]]
+        return cropped.permute(0, 3, 1, 2).contiguous(), y[chosen]
+
+    def loss(model: nn.Module, pictures: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(pictures), labels, label_smoothing=0.1)
+
+    def accuracy(model: nn.Module) -> float:
+        right = sum(
+            (model(normalized(part)).argmax(1) == labels).sum()
+            for part, labels in zip(test_x.split(1000), test_y.split(1000), strict=True)
+        )
+        return float(right) / len(test_y)
+
+    lengths = (4,) if toy else (1200, 700, 2400)
+    return Task(make_model, batch, loss, accuracy, "test accuracy", lengths, lower_is_better=False)
+
+
+def text(data: Path, device: str, *, toy: bool) -> Task:
+    """A GPT over the bytes of a text, of which the last tenth is the test."""
+    codes = torch.frombuffer(bytearray((data / "tinyshakespeare.txt").read_bytes()), dtype=torch.uint8).long()
+    codes = codes.to(device)
+    split = len(codes) * 9 // 10
+    train, test = codes[:split], codes[split:]
+    size, length, width, blocks = (4, 16, 16, 1) if toy else (64, 128, 256, 4)
+
+    def rows(source: torch.Tensor, places: torch.Tensor) -> Batch:
+        taken = source[places[:, None] + torch.arange(length + 1, device=device)]
+        return taken[:, :-1].contiguous(), taken[:, 1:].contiguous()
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    def test_loss(model: nn.Module) -> float:
+        places = torch.arange(0, len(test) - length - 1, length, device=device)
+        parts = places.split(16 if toy else 256)[: 1 if toy else None]
+        return float(sum(loss(model, *rows(test, part)) * len(part) for part in parts) / sum(map(len, parts)))
+
+    def batch(generator: torch.Generator) -> Batch:
+        return rows(train, _pick(len(train) - length - 1, size, generator, device))
+
+    def make_model() -> nn.Module:
+        return GPT(vocabulary=256, width=width, blocks=blocks, heads=4, tokens=length).to(device)
+
+    return Task(make_model, batch, loss, test_loss, "test loss", (4,) if toy else (1000, 600, 2000))
+
+
+TASKS: dict[str, Any] = {"autoencoder": autoencoder, "cifar": cifar, "text": text}

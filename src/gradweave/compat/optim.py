@@ -1,0 +1,35 @@
+"""Private names of torch's optimizers: operations on many tensors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+
+def multiply_all(tensors: Tensors, factor: float | torch.Tensor) -> None:
+    """Multiplies each of many tensors by one number, in place."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def multiply_each(tensors: Tensors, factors: Tensors) -> list[torch.Tensor]:
+    """Each of many tensors times a number of its own."""
+    return list(torch._foreach_mul(list(tensors), list(factors)))
+
+
+def add_all(tensors: Tensors, others: Tensors, alpha: float = 1.0) -> None:
+    """Adds to each of many tensors another one times a number, in place."""
+    torch._foreach_add_(list(tensors), list(others), alpha=alpha)
+
+
+def norms(tensors: Tensors) -> list[torch.Tensor]:
+    """The norm of each of many tensors."""
+    return list(torch._foreach_norm(list(tensors)))
+
+
+def zero_all(tensors: Tensors) -> None:
+    """Sets many tensors to zero, in place."""
+    if tensors:
+        torch._foreach_zero_(list(tensors))

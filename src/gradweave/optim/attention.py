@@ -1,0 +1,61 @@
+"""Vectors of ``nn.MultiheadAttention``, whose projections are no modules that could have hooks.
+
+Its input projection is three matrices, for queries, keys and values, whose input vectors are the means
+of what the module is called with; their output vectors are the gradients of its bias, which ``step()``
+has anyway. What its output projection is applied to cannot be seen from outside: the first-order rule
+updates it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradweave.optim.capture import Catching, Masking, Tap
+from gradweave.optim.layouts import LINEAR, Layout
+
+
+class AttentionTap(Tap):
+    """The hook of an attention module's input projection."""
+
+    def __init__(self, width: int, shape: torch.Size, catching: Catching, masking: Masking) -> None:
+        super().__init__(Layout(LINEAR, 3, width, width), shape, catching, masking)
+        self.with_outputs = False
+        self._one = Layout(LINEAR, 1, width, width)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+        """Behind the module's forward, whose first result passes through."""
+        passed = super().__call__(module, (self._inputs(args, kwargs),), {}, y[0])
+        return None if passed is None else (passed, *y[1:])
+
+    def weight_of(self, module: nn.Module) -> torch.Tensor:
+        """The weight of the projection."""
+        return module.in_proj_weight  # type: ignore[return-value]
+
+    def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Sums of queries, keys and values, as if there were as many of each as there are queries."""
+        samples, mask = self.catching.input_samples, self.masking.mask
+        sums, count = self._one.input_sums(x[0].detach(), samples, mask)
+        parts = [sums]
+        for other in x[1:]:
+            if other is x[0]:
+                parts.append(sums)
+                continue
+            more, places = self._one.input_sums(other.detach(), samples, mask)
+            parts.append(more * (count / places))
+        return torch.cat(parts), count
+
+    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        return given["query"], given["key"], given["value"]
+
+
+def attention_parts(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None] | None:
+    """The weight and the bias of an attention module's joint input projection, if it has one."""
+    if not isinstance(module, nn.MultiheadAttention) or type(module).forward is not nn.MultiheadAttention.forward:
+        return None
+    own = dict(module.named_parameters(recurse=False))
+    weight = own.get("in_proj_weight")
+    return None if weight is None else (weight, own.get("in_proj_bias"))

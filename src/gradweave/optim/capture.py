@@ -1,0 +1,186 @@
+"""Catching a layer's vectors while a model trains.
+
+A hook behind each covered layer lets its output pass through an autograd function that returns it as
+it is. The function's backward adds the sums of the layer's input, taken in forward, of its output's
+gradient, and the number of places to a *record*: one flat tensor per layer, kept in the optimizer's
+state of the layer's weight, which ``step()`` reads and sets to zero.
+
+Why so, and not by hooks that keep tensors, or a probe parameter, or the bias' gradient:
+
+- What is added in backward is added as often as the gradient is: once under activation checkpointing
+  (whose forward runs twice), once per micro-batch and per call of a shared layer, never in an
+  evaluation, under ``no_grad()`` or in a forward whose loss is thrown away.
+- It is plain tensor code that writes to a tensor the graph gets as an input, so that
+  ``torch.compile(fullgraph=True)`` takes it, and ``compile()``, which wants what a step reads to be
+  in the optimizer's state.
+- Sums are in float32 whatever autocast does, of few samples where these are wanted (a full batch's
+  output vector is zero in front of a BatchNorm), and neither the model nor the optimizer's groups
+  have parameters in them that nobody asked for.
+
+Sums add up over micro-batches and ranks; divided by the number of places they are the means over all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from gradweave.compat.eager import in_function_transform
+from gradweave.errors import GradweaveError
+from gradweave.optim.layouts import Layout
+
+
+class _Pass(torch.autograd.Function):
+    """Lets an output pass, and adds to a record in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, sums: torch.Tensor, record: torch.Tensor, tap: Tap, share: float,
+                places: tuple[int, ...], mask: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+        """Not a view of ``y``, which in-place activations could not change."""
+        ctx.save_for_backward(sums)
+        ctx.record, ctx.mask = record, mask
+        ctx.tap, ctx.share, ctx.places = tap, share, places
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Adds up the sums of the input, the places, and the sums of the gradient."""
+        (sums,) = ctx.saved_tensors
+        with torch.no_grad():
+            tap = ctx.tap
+            if tap.with_outputs:
+                samples = tap.output_count(gradient)
+                outputs = tap.layout.output_sums(gradient.detach(), samples, ctx.places, ctx.mask)
+                sums = torch.cat((sums, outputs.to(sums.dtype) * ctx.share))
+            ctx.record.add_(sums.to(ctx.record.dtype))
+        return gradient, None, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Catching:
+    """What is caught of layers.
+
+    Attributes:
+        outputs: Whether the outputs' gradients, besides the inputs.
+        input_samples: How many of a batch's first samples inputs are looked at of; None for all.
+        output_samples: The same for outputs' gradients.
+        never_all: Whether outputs are looked at of half of a batch at most: in front of a BatchNorm the
+            gradients of all samples sum to zero, and what is left is rounding.
+        per_sample: Whether outputs' sums are scaled to what all samples would give.
+    """
+
+    outputs: bool
+    input_samples: int | None = None
+    output_samples: int | None = None
+    never_all: bool = False
+    per_sample: bool = True
+
+
+class Tap:
+    """The hook of one layer.
+
+    Args:
+        layout: Of the layer.
+        shape: Of its weight.
+        catching: What is caught.
+        masking: Where the padding mask is, for all layers.
+    """
+
+    def __init__(self, layout: Layout, shape: torch.Size, catching: Catching, masking: Masking) -> None:
+        self.layout = layout
+        self.shape = shape
+        self.catching = catching
+        self.with_outputs = catching.outputs
+        self.masking = masking
+        self.record: torch.Tensor | None = None
+
+    def new_record(self, weight: torch.Tensor) -> torch.Tensor:
+        """A record with nothing in it."""
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        layout = self.layout
+        size = layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
+        return torch.zeros(size, dtype=dtype, device=weight.device)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
+        """Behind a layer's forward."""
+        if self.record is None or not torch.is_grad_enabled() or not y.requires_grad:
+            return None
+        weight = self.weight_of(module)
+        if not weight.requires_grad or (not torch.compiler.is_compiling() and in_function_transform()):
+            return None
+        if weight.shape != self.shape:
+            raise GradweaveError(
+                f"a layer's weight has the shape {tuple(weight.shape)}, which was {tuple(self.shape)} when the "
+                "optimizer was made; make a new one after changing a model"
+            )
+        return self.passed(y, args[0] if args else kwargs["input"])
+
+    def weight_of(self, module: nn.Module) -> torch.Tensor:
+        """The weight whose gradient the vectors belong to."""
+        return module.weight  # type: ignore[return-value]
+
+    def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Sums of an input over places, and how many these are."""
+        return self.layout.input_sums(x.detach(), self.catching.input_samples, self.masking.mask)
+
+    def output_count(self, y: torch.Tensor) -> int | None:
+        """How many of a batch's samples the output vector is made of; None for all."""
+        samples = self.catching.output_samples
+        if samples is None:
+            return None
+        size = self.layout.batch_size(y)
+        return min(samples, (size + 1) // 2 if self.catching.never_all else size)
+
+    def passed(self, y: torch.Tensor, x: Any) -> torch.Tensor:
+        """An output, with this layer's vectors to be caught in its backward."""
+        with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
+            sums, count = self.input_sums(x)
+            counted = pad(sums, (0, 1), value=count) if isinstance(count, float) else torch.cat((sums, count.view(1)))
+        size = self.layout.batch_size(y)
+        share = size / (self.output_count(y) or size) if self.catching.per_sample else 1.0
+        places = tuple(x.shape[-len(self.layout.windows) :]) if self.layout.windows else ()
+        result: torch.Tensor = _Pass.apply(  # type: ignore[no-untyped-call]
+            y, counted, self.record, self, share, places, self.masking.mask
+        )
+        return result
+
+    def __deepcopy__(self, _: Any) -> Inert:
+        return Inert()
+
+    def __reduce__(self) -> Any:
+        return Inert, ()
+
+
+class Inert:
+    """What a copied model has in the place of a tap: it belongs to no optimizer."""
+
+    def __call__(self, *_: Any) -> None:
+        """Changes nothing."""
+
+
+class Masking:
+    """Which rows of linear layers' inputs count, while a model runs."""
+
+    def __init__(self) -> None:
+        self.mask: torch.Tensor | None = None
+
+    def __deepcopy__(self, _: Any) -> Masking:
+        return Masking()
+
+
+class Masked:
+    """Context in which rows that are padding are left out of linear layers' vectors."""
+
+    def __init__(self, masking: Masking, mask: torch.Tensor) -> None:
+        self._masking = masking
+        self._mask = mask
+
+    def __enter__(self) -> None:
+        self._masking.mask = self._mask
+
+    def __exit__(self, *_: object) -> None:
+        self._masking.mask = None

@@ -1,0 +1,98 @@
+"""Which layers of a model have vectors, and their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from gradweave.announce import announce
+from gradweave.optim.attention import AttentionTap, attention_parts
+from gradweave.optim.capture import Catching, Masking, Tap
+from gradweave.optim.layouts import Layout, layout_of
+
+
+@dataclass(frozen=True)
+class CoveredLayer:
+    """A layer with a tap.
+
+    Attributes:
+        name: In the model.
+        module: The layer.
+        weight: Its weight.
+        bias: Its bias, if that is a column of the layer's matrices.
+        tap: Its hook.
+    """
+
+    name: str
+    module: nn.Module
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    tap: Tap
+
+
+class Capture:
+    """The taps of a model's layers.
+
+    Args:
+        model: The model.
+        catching: What is caught.
+    """
+
+    def __init__(self, model: nn.Module, catching: Catching) -> None:
+        self.masking = Masking()
+        self.layers = [
+            CoveredLayer(name, module, weight, bias, Tap(layout, weight.shape, catching, self.masking))
+            for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample)
+        ]
+        for name, module in model.named_modules() if catching.per_sample else ():
+            parts = attention_parts(module)
+            if parts is None or not parts[0].requires_grad:
+                continue
+            weight, bias = parts
+            bias = bias if bias is not None and bias.requires_grad else None
+            if catching.outputs and bias is None:
+                announce(f"optim: no output vectors of {name}, which has no bias; the first-order rule updates it")
+                continue
+            tap = AttentionTap(weight.shape[1], weight.shape, catching, self.masking)
+            self.layers.append(CoveredLayer(name, module, weight, bias, tap))
+        self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
+
+    def remove(self) -> None:
+        """Takes the taps off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def coverable(
+    model: nn.Module, *, with_attention: bool = False
+) -> Iterator[tuple[str, nn.Module, Layout, nn.Parameter, nn.Parameter | None]]:
+    """The layers that have vectors; what of the others has a weight matrix is announced."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            owners[id(p)] = owners.get(id(p), 0) + 1
+    inside_attention = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    left_out: dict[str, None] = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        layout = None if id(module) in inside_attention else layout_of(module)
+        weight = own.get("weight")
+        if layout is None or weight is None:
+            covered_elsewhere = with_attention and attention_parts(module) is not None
+            if any(p.dim() >= 2 for p in own.values()) and not covered_elsewhere:
+                left_out.setdefault(type(module).__name__)
+            continue
+        if owners[id(weight)] > 1:
+            left_out.setdefault(f"{type(module).__name__} with a tied weight")
+            continue
+        if not weight.requires_grad:
+            continue
+        bias = own.get("bias")
+        if bias is not None and (owners[id(bias)] > 1 or not bias.requires_grad or not layout.takes_bias):
+            bias = None
+        yield name, module, layout, weight, bias
+    if left_out:
+        announce(f"optim: no vectors of {', '.join(left_out)}; the first-order rule updates their weights")

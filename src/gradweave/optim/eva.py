@@ -1,0 +1,363 @@
+"""Eva and Eva-f: vectors of a layer's inputs, and of its outputs' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradweave.compat.optim import zero_all
+from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.optim.apply import is_plain
+from gradweave.optim.capture import Catching, Masked
+from gradweave.optim.coverage import Capture
+from gradweave.optim.exchange import average_records, group_of
+from gradweave.optim.family import Layer, VectorOptimizer, loss_scale, parameters_of
+from gradweave.optim.hyperparameters import Given, Mode
+from gradweave.optim.rules import INPUTS, JOINT, KL_CLIP, NORMALIZE, TWO_SIDED, Direction, Manner, Number, direction
+
+REFERENCE_SAMPLES = 16
+"""What the authors' code looks at."""
+
+OUTPUT_SAMPLES = 16
+"""What our output vectors are made of."""
+
+
+class _CapturedVectors(VectorOptimizer):
+    """An optimizer whose vectors are caught while the model runs.
+
+    State of a weight: ``record`` (what was caught since the last step), ``input_vector`` and maybe
+    ``output_vector`` (the running averages, by group), ``momentum_buffer``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None,
+        defaults: dict[str, Any],
+        manner: Manner,
+        catching: Catching,
+        process_group: Any,
+    ) -> None:
+        given = parameters_of(model, params)
+        self._process_group = group_of(model, process_group)
+        self._catching = catching
+        self._capture = Capture(model, catching)
+        if not self._capture.layers:
+            raise ArgumentError(
+                "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
+            )
+        super().__init__(given, defaults, manner)
+        self._attach()
+
+    def padding_mask(self, mask: torch.Tensor) -> Masked:
+        """Context in which the model is run with padding in its batch.
+
+        Args:
+            mask: True, or 1, where a row counts; linear layers whose input has its shape, before
+                the last dimension, leave the other rows out of their vectors.
+        """
+        return Masked(self._capture.masking, mask)
+
+    def detach(self) -> None:
+        """Takes the hooks off the model; the optimizer cannot step afterwards."""
+        self._capture.remove()
+        del self._capture
+
+    def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Weights of layers with hooks, each followed by its bias if that is given too."""
+        given = set(map(id, params))
+        chosen: list[torch.Tensor] = []
+        for layer in self._capture.layers:
+            if id(layer.weight) in given:
+                chosen.append(layer.weight)
+                if layer.bias is not None and id(layer.bias) in given:
+                    chosen.append(layer.bias)
+        return chosen
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters; those that have vectors get them."""
+        super().add_param_group(param_group)
+        if "defaults" in vars(self) and "state" in vars(self):
+            self._attach()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what :meth:`state_dict` gave; vectors keep their precision."""
+        super().load_state_dict(state_dict)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Gives records to layers whose weights have none, and their records to the hooks."""
+        own = {id(p) for group in self.param_groups if group["rule"] == "vectors" for p in group["params"]}
+        for layer in self._capture.layers:
+            if id(layer.weight) not in own:
+                layer.tap.record = None
+                continue
+            state = self.state[layer.weight]
+            if "record" not in state:
+                state["record"] = layer.tap.new_record(layer.weight)
+            layout, record = layer.tap.layout, state["record"]
+            if "input_vector" not in state:
+                state["input_vector"] = record.new_zeros(layout.groups, layout.inputs)
+                if self._catching.outputs:
+                    state["output_vector"] = record.new_zeros(layout.groups, layout.outputs)
+            state["columns_first"] = layout.columns_first
+            layer.tap.record = record
+
+    def prepare_layer(self, layer: Layer) -> None:
+        """Makes momentum; vectors were made with the optimizer."""
+        if "_capture" not in vars(self):
+            raise GradweaveError(
+                "this optimizer has no hooks on a model: it is a copy, or was detached; make one for the model, and "
+                "load the state dict of this one"
+            )
+        layer.columns_first = bool(layer.state["columns_first"])
+        self.prepare_size(layer)
+        for p, state in ((layer.weight, layer.state), (layer.bias, layer.bias_state)):
+            if p is not None and state is not None and "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def begin_step(self) -> None:
+        """Averages what was caught over data-parallel ranks."""
+        if self._process_group is not None:
+            states = [self.state[p] for group in self.param_groups for p in group["params"]]
+            average_records([state["record"] for state in states if "record" in state], self._process_group)
+
+    def find_direction(
+        self, layer: Layer, gradient_square: torch.Tensor, factor: Number, keep: torch.Tensor
+    ) -> Direction:
+        """Blends what was caught into the running vectors, and gives the direction."""
+        inputs, outputs = self._blend(layer, factor, keep)
+        group = layer.group
+        gradient = matrices(layer.grad, inputs.shape[0], columns_first=layer.columns_first).to(inputs.dtype) * factor
+        bias_gradient = None
+        if layer.bias_grad is not None:
+            bias_gradient = layer.bias_grad.view(gradient.shape[:2]).to(inputs.dtype) * factor
+        square = gradient_square * factor * factor
+        return direction(
+            self.manner,
+            group["damping"],
+            gradient,
+            bias_gradient,
+            square,
+            inputs,
+            outputs,
+            output_damping=group["output_damping"],
+            pointwise=is_plain(group),
+        )
+
+    def _blend(self, layer: Layer, factor: Number, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        state = layer.state
+        record, running = state["record"], state["input_vector"]
+        count = record[running.numel()]
+        fresh = keep & (count > 0) & torch.isfinite(record.sum())
+        safe = torch.where(count > 0, count, torch.ones_like(count))
+        weight = layer.group["running_average"]
+        _blend_into(running, record[: running.numel()] / safe, weight, fresh)
+        outputs = state.get("output_vector")
+        if outputs is not None:
+            new = record[running.numel() + 1 :] * self._inverse_loss_scale()
+            if new.numel() == 0:
+                new = self._from_bias(layer, outputs, factor)
+            new = new if self._catching.per_sample else new / safe
+            _blend_into(outputs, self._sized(new.view(outputs.shape)), weight, fresh)
+        record.zero_()
+        return running, outputs
+
+    def _from_bias(self, layer: Layer, outputs: torch.Tensor, factor: Number) -> torch.Tensor:
+        """An output vector that no hook could see: the bias' gradient is the sum that it is made of."""
+        if layer.bias_grad is None:
+            return torch.zeros_like(outputs)
+        return layer.bias_grad.view(outputs.shape).to(outputs.dtype) * factor
+
+    def _sized(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Output vectors as they are blended: of length one where only their direction matters.
+
+        A loss scale that changes from step to step then has no part in the running average.
+        """
+        if not self.manner.relative:
+            return outputs
+        sizes = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
+        return torch.where(sizes > 0, outputs / sizes, torch.zeros_like(outputs))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops gradients, and the vectors that were caught with them."""
+        super().zero_grad(set_to_none)
+        states = (self.state[p] for group in self.param_groups for p in group["params"] if p in self.state)
+        zero_all([state["record"] for state in states if "record" in state])
+
+    def _inverse_loss_scale(self) -> Number:
+        """What a GradScaler's scale has to be taken off output vectors with; relative damping needs no size."""
+        return 1 / loss_scale(self) if self.needs_loss_scale else 1.0
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        """Whether a loss that is scaled, without this optimizer knowing, would change its updates."""
+        return self._catching.outputs and not self.manner.relative
+
+
+def _blend_into(running: torch.Tensor, new: torch.Tensor, weight: Number, fresh: torch.Tensor) -> None:
+    """Blends in place; the first vector is taken as it is."""
+    new = new.view(running.shape)
+    blended = torch.where((running != 0).any(), running + (new - running) * weight, new)
+    running.copy_(torch.where(fresh, blended, running))
+
+
+def matrices(grad: torch.Tensor, groups: int, *, columns_first: bool) -> torch.Tensor:
+    """A weight's gradient as matrices: groups, rows, columns."""
+    if columns_first:
+        return grad.reshape(groups, grad.shape[0] // groups, -1).transpose(1, 2)
+    return grad.reshape(groups, grad.shape[0] // groups, -1)
+
+
+def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
+    if samples is not None and samples < 1:
+        raise ArgumentError("samples", samples, "give at least 1, or None")
+    if mode is Mode.REFERENCE:
+        samples = samples or REFERENCE_SAMPLES
+        return Catching(outputs, samples, samples, per_sample=False)
+    if mode is Mode.FAITHFUL:
+        return Catching(outputs, samples, samples)
+    if outputs:
+        return Catching(outputs, None, samples or OUTPUT_SAMPLES, never_all=True)
+    return Catching(outputs, samples)
+
+
+class EvaF(_CapturedVectors):
+    """Eva-f: a layer's gradient times the damped inverse of its mean input's outer product.
+
+    Needs nothing of backward but the gradient. By default the input vector is the whole batch's, damping
+    is relative to its size, and a layer's step has the length ``lr`` times the norm its weight had at first, so
+    that a good ``lr`` depends little on the model.
+
+    Args:
+        model: Whose layers are looked at; under DistributedDataParallel, the wrapped model.
+        params: Parameters, or groups of them, if not all of the model's. A bias is part of its layer if
+            both are in one group.
+        lr: Learning rate.
+        damping: Above 0; as a share of the vectors' squared size, or as it is in the authors' modes.
+        momentum: As in SGD.
+        weight_decay: Decoupled, or added to the direction in the authors' modes.
+        running_average: Weight of a step's vectors in the running ones.
+        samples: How many of a batch's first samples to look at; None for what the mode has.
+        kl_clip: The authors' limit.
+        first_order: Rule for what has no vectors: ``"adamw"`` or ``"sgd"``.
+        first_order_lr: Its learning rate; by default a tenth of ``lr`` for AdamW, ``lr`` for SGD.
+        first_order_weight_decay: Its weight decay; by default ``weight_decay``.
+        betas: AdamW's.
+        eps: AdamW's.
+        maximize: Go up, not down.
+        foreach: Update many tensors at once; by default on a GPU.
+        capturable: Accepted for its convention: a step never waits for the device, and can always be captured.
+        process_group: Over which vectors are averaged; by default DistributedDataParallel's.
+        faithful: The algorithm as published.
+        reference: The choices of the authors' code.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float | torch.Tensor | None = None,
+        damping: float | None = None,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        running_average: float | None = None,
+        samples: int | None = None,
+        kl_clip: float = 0.001,
+        first_order: str | None = None,
+        first_order_lr: float | None = None,
+        first_order_weight_decay: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        process_group: Any = None,
+        faithful: bool = False,
+        reference: bool = False,
+    ) -> None:
+        mode = Mode.of(faithful=faithful, reference=reference)
+        given = Given(
+            lr, damping, momentum, weight_decay, running_average, kl_clip, first_order, first_order_lr,
+            first_order_weight_decay, betas, eps, maximize, foreach, capturable,
+        )  # fmt: skip
+        manners = {
+            Mode.OURS: Manner(INPUTS),
+            Mode.FAITHFUL: Manner(INPUTS, relative=False, divided=True, trust=KL_CLIP, decoupled=False),
+            Mode.REFERENCE: Manner(INPUTS, relative=False, trust=NORMALIZE, decoupled=False),
+        }
+        catching = _catching(mode, samples, outputs=False)
+        super().__init__(model, params, given.defaults(mode), manners[mode], catching, process_group)
+
+
+class Eva(_CapturedVectors):
+    """Eva: preconditions from both sides, by vectors of inputs and of outputs' gradients.
+
+    The published rule inverts one rank-one matrix for both sides together, which in practice leaves the gradient
+    as it was; by default each side is damped by itself. Output vectors are those of a few samples, since those
+    of a whole batch are zero in front of a BatchNorm.
+
+    Args:
+        model: As in :class:`EvaF`, as all that is not named here.
+        params: The same.
+        lr: The same.
+        damping: Of the inputs' side.
+        output_damping: Of the outputs' side; not in the authors' modes, which have one for both.
+        momentum: The same.
+        weight_decay: The same.
+        running_average: The same.
+        samples: How many samples output vectors are made of; in the authors' modes, both vectors.
+        kl_clip: The same.
+        first_order: The same.
+        first_order_lr: The same.
+        first_order_weight_decay: The same.
+        betas: The same.
+        eps: The same.
+        maximize: The same.
+        foreach: The same.
+        capturable: The same.
+        process_group: The same.
+        faithful: The same.
+        reference: The same.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float | torch.Tensor | None = None,
+        damping: float | None = None,
+        output_damping: float = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        running_average: float | None = None,
+        samples: int | None = None,
+        kl_clip: float = 0.001,
+        first_order: str | None = None,
+        first_order_lr: float | None = None,
+        first_order_weight_decay: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        process_group: Any = None,
+        faithful: bool = False,
+        reference: bool = False,
+    ) -> None:
+        mode = Mode.of(faithful=faithful, reference=reference)
+        given = Given(
+            lr, damping, momentum, weight_decay, running_average, kl_clip, first_order, first_order_lr,
+            first_order_weight_decay, betas, eps, maximize, foreach, capturable,
+        )  # fmt: skip
+        authors = Manner(JOINT, relative=False, divided=True, trust=KL_CLIP, decoupled=False)
+        manner = Manner(TWO_SIDED) if mode is Mode.OURS else authors
+        if not output_damping > 0:
+            raise ArgumentError("output_damping", output_damping, "give a positive number")
+        defaults = {**given.defaults(mode), "output_damping": output_damping}
+        super().__init__(model, params, defaults, manner, _catching(mode, samples, outputs=True), process_group)

@@ -1,0 +1,136 @@
+"""Eva-s: vectors of the gradient itself, for tensors of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradweave.errors import ArgumentError
+from gradweave.optim.apply import is_plain
+from gradweave.optim.family import Layer, VectorOptimizer, parameters_of, wide_dtype
+from gradweave.optim.hyperparameters import Given, Mode
+from gradweave.optim.rules import (
+    GRADIENT_NORM,
+    JOINT,
+    KL_CLIP,
+    TWO_SIDED,
+    Direction,
+    Manner,
+    Number,
+    direction,
+)
+
+OURS = {"lr": 0.01, "damping": 0.3, "running_average": 0.1}
+
+
+class EvaS(VectorOptimizer):
+    """Eva-s: a vector per mode of a gradient, its mean over the other modes, in Shampoo's place.
+
+    Needs no hooks, and covers every tensor of two or more dimensions. State of a weight: ``mode_vectors``
+    (one behind the other) and ``momentum_buffer``. By default a tensor is a matrix of its first dimension
+    by all others, each side is damped by itself, and the vectors are running averages; the authors take
+    one vector per dimension, and their code sums them up over all steps.
+
+    Args:
+        model: Whose parameters are updated.
+        params: As in :class:`EvaF`, as all that follows.
+        lr: The same.
+        damping: The same, for each side.
+        momentum: The same.
+        weight_decay: The same.
+        running_average: Weight of a step's vectors; not for ``reference=True``.
+        kl_clip: The same.
+        first_order: The same.
+        first_order_lr: The same.
+        first_order_weight_decay: The same.
+        betas: The same.
+        eps: The same.
+        maximize: The same.
+        foreach: The same.
+        capturable: The same.
+        faithful: The same.
+        reference: The same.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float | torch.Tensor | None = None,
+        damping: float | None = None,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        running_average: float | None = None,
+        kl_clip: float = 0.001,
+        first_order: str | None = None,
+        first_order_lr: float | None = None,
+        first_order_weight_decay: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        faithful: bool = False,
+        reference: bool = False,
+    ) -> None:
+        mode = Mode.of(faithful=faithful, reference=reference)
+        given = Given(
+            lr, damping, momentum, weight_decay, running_average, kl_clip, first_order, first_order_lr,
+            first_order_weight_decay, betas, eps, maximize, foreach, capturable,
+        )  # fmt: skip
+        manners = {
+            Mode.OURS: Manner(TWO_SIDED),
+            Mode.FAITHFUL: Manner(JOINT, relative=False, divided=True, trust=KL_CLIP, decoupled=False),
+            Mode.REFERENCE: Manner(JOINT, relative=False, trust=GRADIENT_NORM, decoupled=False, nesterov_twice=True),
+        }
+        self._mode = mode.value
+        super().__init__(parameters_of(model, params), given.defaults(mode, **OURS), manners[mode])
+        if not any(group["rule"] == "vectors" for group in self.param_groups):
+            raise ArgumentError("model", type(model).__name__, "has no matrix to train; use torch.optim.AdamW")
+
+    def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Every tensor of two or more dimensions."""
+        return [p for p in params if p.dim() >= 2]
+
+    def prepare_layer(self, layer: Layer) -> None:
+        """Makes momentum and vectors."""
+        weight, state = layer.weight, layer.state
+        self.prepare_size(layer)
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            size = sum(self._modes(weight))
+            state["mode_vectors"] = torch.zeros(size, dtype=wide_dtype(weight), device=weight.device)
+
+    def find_direction(
+        self, layer: Layer, gradient_square: torch.Tensor, factor: Number, keep: torch.Tensor
+    ) -> Direction:
+        """Blends the gradient's means into the running vectors, and gives the direction."""
+        running = layer.state["mode_vectors"]
+        modes = self._modes(layer.weight)
+        gradient = layer.grad.to(running.dtype).reshape(modes) * factor
+        dims = range(len(modes))
+        means = torch.cat([gradient.mean([other for other in dims if other != one]) for one in dims])
+        if self._mode == Mode.REFERENCE.value:
+            blended = running + means
+        else:
+            weight = layer.group["running_average"]
+            blended = torch.where((running != 0).any(), running + (means - running) * weight, means)
+        running.copy_(torch.where(keep, blended, running))
+        first, *others = running.split(modes)
+        inputs = others[0]
+        for vector in others[1:]:
+            inputs = (inputs[:, None] * vector).flatten()
+        matrix = gradient.reshape(1, modes[0], -1)
+        square = gradient_square * factor * factor
+        plain = is_plain(layer.group)
+        damping = layer.group["damping"]
+        return direction(self.manner, damping, matrix, None, square, inputs[None], first[None], pointwise=plain)
+
+    def _modes(self, weight: torch.Tensor) -> list[int]:
+        if self._mode == Mode.OURS.value:
+            return [weight.shape[0], weight.numel() // weight.shape[0]]
+        return list(weight.shape)

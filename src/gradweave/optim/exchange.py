@@ -1,0 +1,33 @@
+"""Vectors of data-parallel ranks: one flat all-reduce per step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def group_of(model: nn.Module, process_group: Any) -> Any:
+    """The group over which gradients are averaged: the one given, or that of a model under DDP."""
+    if process_group is not None:
+        return process_group
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.process_group
+    return None
+
+
+def average_records(records: list[torch.Tensor], process_group: Any) -> None:
+    """Averages records over ranks, in place.
+
+    An average and not a sum: output vectors are then what the averaged gradients belong to, and
+    input vectors, being divided by the average number of places, are right for unequal batches too.
+    """
+    if not records or dist.get_world_size(process_group) == 1:
+        return
+    flat = torch.cat([record.flatten() for record in records])
+    dist.all_reduce(flat, group=process_group)
+    flat /= dist.get_world_size(process_group)
+    for record, part in zip(records, flat.split([record.numel() for record in records]), strict=True):
+        record.copy_(part)

@@ -1,0 +1,340 @@
+"""What Eva, Eva-f and Eva-s have in common as optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.optim import first_order
+from gradweave.optim.apply import Target, apply_all, column_of_bias
+from gradweave.optim.rules import LAYER, LOCAL_TRUSTS, Direction, Manner, Number, common_scale, local_scale, sum_of
+
+ADAMW_RATIO = 0.1
+"""AdamW's learning rate to the family's, unless it has one of its own."""
+
+VECTORS = "vectors"
+"""The rule of groups whose parameters have vectors."""
+
+
+_PRECISE = ("record", "input_vector", "output_vector", "mode_vectors", "size")
+"""State that is not of its parameter's precision."""
+
+
+@dataclass
+class Layer:
+    """A weight in a step, with the bias that is a column of it.
+
+    Attributes:
+        group: Its hyperparameters.
+        weight: The weight.
+        grad: Its gradient as it is, which may be scaled.
+        state: Its state.
+        bias: The bias, if there is one with a gradient.
+        bias_grad: Its gradient.
+        bias_state: Its state.
+        columns_first: Whether the weight is stored transposed.
+    """
+
+    group: dict[str, Any]
+    weight: torch.Tensor
+    grad: torch.Tensor
+    state: dict[str, Any]
+    bias: torch.Tensor | None = None
+    bias_grad: torch.Tensor | None = None
+    bias_state: dict[str, Any] | None = None
+    columns_first: bool = False
+
+
+class VectorOptimizer(Optimizer):
+    """Groups with the rule ``"vectors"``, and others that a first-order rule updates.
+
+    A group of the former holds weights, each followed by its bias if that is a column of it. All
+    decisions of a step are made on the device: nothing waits for it.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], manner: Manner) -> None:
+        _check(defaults)
+        self.manner = manner
+        super().__init__(params, defaults)
+
+    def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of some parameters that have vectors, each weight followed by its bias."""
+        raise NotImplementedError
+
+    def prepare_layer(self, layer: Layer) -> None:
+        """Makes the state that a weight lacks."""
+        raise NotImplementedError
+
+    def find_direction(
+        self, layer: Layer, gradient_square: torch.Tensor, factor: Number, keep: torch.Tensor
+    ) -> Direction:
+        """Blends new vectors into the running ones, and gives the direction.
+
+        Args:
+            layer: The layer.
+            gradient_square: Of its gradient with the bias', as it is.
+            factor: What the gradient is to be multiplied by.
+            keep: Whether the step is taken.
+        """
+        raise NotImplementedError
+
+    def prepare_size(self, layer: Layer) -> None:
+        """Notes the norm of a weight in its first step, where steps are measured by that.
+
+        Not its norm of today: steps that grow with a weight make it grow without bound. A weight of zeros
+        gets a tenth of the root of its rows, and learns too.
+        """
+        if self.manner.trust == LAYER and "size" not in layer.state:
+            weight = layer.weight
+            norm: torch.Tensor = torch.linalg.vector_norm(weight, dtype=wide_dtype(weight))
+            layer.state["size"] = norm.clamp_min(0.1 * weight.shape[0] ** 0.5).view(1)
+
+    def begin_step(self) -> None:
+        """Before anything of a step is computed."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters: those that have vectors as one group, the others as another.
+
+        A group that names its ``rule`` is added as it is.
+        """
+        if not isinstance(param_group, dict):
+            raise ArgumentError("param_group", type(param_group).__name__, "give a dict")
+        if "rule" in param_group:
+            super().add_param_group(param_group)
+            self._own_parameters = sum(len(group["params"]) for group in self.param_groups)
+            return
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        names = {id(p[1]): p[0] for p in params if isinstance(p, tuple)}
+        tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+        covered = self.covered(tensors)
+        inside = set(map(id, covered))
+        rest = [p for p in tensors if id(p) not in inside]
+        settings = {key: value for key, value in param_group.items() if key != "params"}
+
+        def named(chosen: list[torch.Tensor]) -> list[Any]:
+            return [(names[id(p)], p) for p in chosen] if names else chosen
+
+        if covered:
+            super().add_param_group({**settings, "params": named(covered), "rule": VECTORS})
+        if rest:
+            others = {**self._first_order_settings(settings), "params": named(rest)}
+            super().add_param_group(others)
+        self._own_parameters = sum(len(group["params"]) for group in self.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict()`` gave; vectors keep their precision, whatever the parameters have."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [p for group in self.param_groups for p in group["params"]]
+        for index, p in zip(saved, own, strict=True):
+            entry = state_dict["state"].get(index, {})
+            for key in _PRECISE:
+                if key in entry:
+                    self.state[p][key] = entry[key].detach().clone().to(device=p.device, dtype=wide_dtype(p))
+
+    def _first_order_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The hyperparameters of a group for the first-order rule: its own, where none are given."""
+        defaults = self.defaults
+        settings = dict(settings)
+        lr = settings.get("lr", defaults["lr"])
+        own = defaults["first_order_lr"]
+        ratio = ADAMW_RATIO if defaults["first_order"] == first_order.ADAMW else 1
+        settings["lr"] = lr * ratio if own is None else own
+        settings.setdefault("weight_decay", defaults["first_order_weight_decay"])
+        return {**settings, "rule": defaults["first_order"]}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes a step; one in which any gradient is not finite changes nothing.
+
+        Args:
+            closure: Computes the loss anew.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_parts()
+        layers, others = self._gather()
+        if layers or others:
+            device = (layers[0].weight if layers else others[0][0]).device
+            with _no_autocast(device):
+                self._step(layers, others)
+        return loss
+
+    def _refuse_parts(self) -> None:
+        """Raises if only some of the parameters are to be stepped, as fusion would do it.
+
+        Tensors that stand for parameters while a step is traced may be fewer: those of unused layers are missing.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        own = vars(self).get("_own_parameters", 0)
+        if len(params) < own and all(isinstance(p, nn.Parameter) for p in params):
+            raise GradweaveError(
+                "updates all parameters in one step, or none if a gradient is not finite; train without fuse(), or "
+                "use compile()"
+            )
+
+    def _gather(self) -> tuple[list[Layer], list[tuple[torch.Tensor, dict[str, Any]]]]:
+        """What has a gradient: layers, and parameters for the first-order rule."""
+        layers: list[Layer] = []
+        others: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        for group in self.param_groups:
+            owner: Layer | None = None
+            for p in group["params"]:
+                if p.grad is not None and p.grad.is_sparse:
+                    raise GradweaveError(
+                        f"a gradient of a parameter of shape {tuple(p.shape)} is sparse; use sparse=False, or "
+                        "torch.optim.SparseAdam for it"
+                    )
+                if group["rule"] != VECTORS:
+                    if p.grad is not None:
+                        others.append((p, group))
+                elif p.dim() >= 2:
+                    owner = None if p.grad is None else Layer(group, p, p.grad, self.state[p])
+                    layers += [] if owner is None else [owner]
+                elif p.grad is not None and owner is not None:
+                    owner.bias, owner.bias_grad, owner.bias_state = p, p.grad, self.state[p]
+                elif p.grad is not None:
+                    raise GradweaveError(
+                        f"a bias of shape {tuple(p.shape)} has a gradient, and its layer's weight has none; freeze "
+                        'both, or put the bias into a group with a "rule" of its own'
+                    )
+        return layers, others
+
+    def _step(self, layers: list[Layer], others: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        for layer in layers:
+            self.prepare_layer(layer)
+        for p, group in others:
+            first_order.prepare(p, self.state[p], group["rule"])
+        squares = [_square(layer.grad, layer.bias_grad) for layer in layers]
+        keep = self._may_step([*squares, *(_square(p.grad) for p, _ in others)])
+        self.begin_step()
+        inverse = self._inverse_scale(keep)
+        factors = [-inverse if layer.group["maximize"] else inverse for layer in layers]
+        found = [
+            self.find_direction(layer, square, factor, keep)
+            for layer, square, factor in zip(layers, squares, factors, strict=True)
+        ]
+        targets: list[Target] = []
+        if layers:
+            for layer, one, scale, factor in zip(layers, found, self._scales(layers, found), factors, strict=True):
+                targets += _targets(layer, one, torch.where(keep, scale, torch.zeros_like(scale)), factor)
+        apply_all(targets, keep, self.manner)
+        for p, group in others:
+            grad: torch.Tensor = p.grad * (-inverse if group["maximize"] else inverse)  # type: ignore[operator,assignment]
+            first_order.update(p, grad, self.state[p], group, keep)
+
+    def _scales(self, layers: list[Layer], found: list[Direction]) -> list[torch.Tensor]:
+        trust = self.manner.trust
+        if trust in LOCAL_TRUSTS:
+            return [local_scale(trust, one, _size(layer)) for layer, one in zip(layers, found, strict=True)]
+        rates = [layer.group["lr"] for layer in layers]
+        scale = common_scale(trust, found, rates, layers[0].group["kl_clip"])
+        return [scale * one.factor for one in found]
+
+    def _may_step(self, squares: list[torch.Tensor]) -> torch.Tensor:
+        """Whether the step may change anything, decided on the device: all gradients are finite."""
+        keep = torch.isfinite(sum_of([square.to(torch.float64) for square in squares]))
+        found = getattr(self, "found_inf", None)
+        return keep if found is None else keep & (found.reshape(()).to(keep.device) == 0)
+
+    def _inverse_scale(self, keep: torch.Tensor) -> Number:
+        """What gradients are to be multiplied by, under a GradScaler that leaves that to the optimizer."""
+        scale = getattr(self, "grad_scale", None)
+        return 1.0 if scale is None else scale.reshape(()).to(keep.device).double().reciprocal().float()
+
+
+def _targets(layer: Layer, found: Direction, scale: torch.Tensor, factor: Number) -> list[Target]:
+    """A layer's weight and bias with what is to happen to them."""
+    group, buffer = layer.group, layer.state["momentum_buffer"]
+    weight = Target(layer.weight, layer.grad, buffer, group, scale * factor, found.left * scale, found.right)
+    weight.columns_first = layer.columns_first
+    if layer.bias is None or layer.bias_grad is None or layer.bias_state is None:
+        return [weight]
+    column = column_of_bias(found, scale, layer.bias)
+    buffer = layer.bias_state["momentum_buffer"]
+    return [weight, Target(layer.bias, layer.bias_grad, buffer, group, scale * factor, column)]
+
+
+def _square(grad: torch.Tensor | None, bias_grad: torch.Tensor | None = None) -> torch.Tensor:
+    """The squared norm of a layer's gradient: by rows, as what else is read of it in that pass."""
+    if grad is None:
+        raise TypeError("no gradient")
+    wide = wide_dtype(grad)
+    flat = grad.reshape(grad.shape[0], -1) if grad.dim() > 1 else grad.reshape(1, -1)
+    square: torch.Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=wide).square().sum()
+    if bias_grad is not None:
+        square = square + torch.linalg.vector_norm(bias_grad, dtype=wide).square()
+    return square
+
+
+def loss_scale(optimizer: Optimizer) -> Number:
+    """What a GradScaler multiplied the loss by, which what was caught in backward still carries."""
+    scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        return scale.reshape(())
+    if getattr(optimizer, "found_inf", None) is not None:
+        raise GradweaveError(
+            "GradScaler.unscale_() does not tell an optimizer the scale that output vectors were caught with; call "
+            "scaler.step() without it, or use the default rule, which needs no scale"
+        )
+    return 1.0
+
+
+def _check(defaults: dict[str, Any]) -> None:
+    for name in ("damping", "kl_clip"):
+        if not defaults[name] > 0:
+            raise ArgumentError(name, defaults[name], "give a positive number")
+    if isinstance(defaults["lr"], torch.Tensor):
+        if defaults["lr"].numel() != 1:
+            raise ArgumentError("lr", defaults["lr"], "give a tensor of one element")
+    elif not defaults["lr"] >= 0:
+        raise ArgumentError("lr", defaults["lr"], "give a number that is not negative")
+    for name in ("momentum", "weight_decay", "first_order_weight_decay"):
+        if not defaults[name] >= 0:
+            raise ArgumentError(name, defaults[name], "give a number that is not negative")
+    if not 0 < defaults["running_average"] <= 1:
+        raise ArgumentError("running_average", defaults["running_average"], "give the new value's weight, above 0 to 1")
+    if defaults["first_order"] not in first_order.RULES:
+        raise ArgumentError("first_order", defaults["first_order"], f"use one of {', '.join(first_order.RULES)}")
+
+
+def _size(layer: Layer) -> torch.Tensor:
+    """What a layer's steps are measured by."""
+    size: torch.Tensor | None = layer.state.get("size")
+    return torch.ones_like(layer.grad.new_zeros(()), dtype=wide_dtype(layer.grad)) if size is None else size.view(())
+
+
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """What norms and vectors of a parameter are computed in: float32, or float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def parameters_of(model: nn.Module, params: Iterable[Any] | None) -> list[Any]:
+    """The parameters or groups an optimizer gets: those given, or all of a model's."""
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("model", type(model).__name__, "give the model, and its parameters as params")
+    if any(is_distributed_tensor(p) for p in model.parameters()):
+        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+    if params is None:
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    given = list(params)
+    return given if given and isinstance(given[0], dict) else [{"params": given}]

@@ -1,0 +1,134 @@
+"""K-FAC (Martens and Grosse 2015; convolutions as Grosse and Martens 2016) and FOOF (Benzing 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradweave.optim.dense import DenseOptimizer, kl_scale
+from gradweave.optim.family import Layer, loss_scale
+from gradweave.optim.moments import MomentCapture, MomentTap
+
+
+class _Moments(DenseOptimizer):
+    """Layers with moments; state of a weight: running ``inputs`` and ``outputs``, and their inverses."""
+
+    outputs: bool
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None = None,
+        *,
+        lr: float | torch.Tensor = 0.01,
+        damping: float = 0.03,
+        refresh: int = 10,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        running_average: float = 0.05,
+        kl_clip: float = 0.001,
+        first_order: str = "sgd",
+        first_order_lr: float | None = None,
+        maximize: bool = False,
+    ) -> None:
+        self._capture = MomentCapture(model, outputs=self.outputs)
+        self._taps: dict[int, MomentTap] = {id(layer.weight): layer.tap for layer in self._capture.layers}
+        defaults = {
+            "lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay, "kl_clip": kl_clip,
+            "running_average": running_average, "first_order": first_order, "first_order_lr": first_order_lr,
+            "first_order_weight_decay": weight_decay, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": maximize,
+            "foreach": None, "rule": None,
+        }  # fmt: skip
+        super().__init__(model, params, refresh=refresh, defaults=defaults)
+
+    def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Weights of layers with hooks, each followed by its bias; both must be given."""
+        given = set(map(id, params))
+        chosen: list[torch.Tensor] = []
+        for layer in self._capture.layers:
+            parts = [layer.weight] if layer.bias is None else [layer.weight, layer.bias]
+            if all(id(p) in given for p in parts):
+                chosen += parts
+        return chosen
+
+    def scale_of(self, layers: list[Layer], agreements: list[torch.Tensor]) -> torch.Tensor:
+        """K-FAC's limit of the change in the network's output."""
+        return kl_scale(layers, agreements)
+
+    def after_step(self, *, next_is_fresh: bool) -> None:
+        """Moments are caught in the steps that use them only."""
+        for tap in self._taps.values():
+            tap.clear()
+            tap.wanted = next_is_fresh
+
+    def find_dense(self, layer: Layer, *, fresh: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Blends moments and inverts them if it is time, and multiplies from one or both sides."""
+        state, tap = layer.state, self._taps[id(layer.weight)]
+        if fresh and tap.inputs_sum is not None:
+            weight = layer.group["running_average"]
+            unscaled = float(loss_scale(self)) ** -2 if self.outputs else 1.0
+            places_per_sample = tap.places / tap.samples
+            inputs = tap.inputs_sum * (places_per_sample / tap.places if self.outputs else 1 / tap.places)
+            _blend(state, "inputs", inputs, weight)
+            if tap.outputs_sum is not None:
+                _blend(state, "outputs", tap.outputs_sum * (tap.samples**2 / tap.places) * unscaled, weight)
+            self.invert(state, layer.group["damping"])
+        matrix = layer.grad.reshape(len(layer.grad), -1)
+        if layer.bias_grad is not None:
+            matrix = torch.cat((matrix, layer.bias_grad[:, None]), 1)
+        if "inputs_inverse" in state:
+            matrix = matrix.to(state["inputs_inverse"].dtype) @ state["inputs_inverse"]
+            if "outputs_inverse" in state:
+                matrix = state["outputs_inverse"] @ matrix
+        matrix = matrix.to(layer.grad.dtype)
+        if layer.bias_grad is None:
+            return matrix.view(layer.grad.shape), None
+        return matrix[:, :-1].reshape(layer.grad.shape), matrix[:, -1]
+
+    def invert(self, state: dict[str, Any], damping: float) -> None:
+        """Makes the inverses anew."""
+        raise NotImplementedError
+
+
+class KFAC(_Moments):
+    """K-FAC: the inverse of the moments of inputs and of outputs' gradients, with factored damping.
+
+    ``P = (B + sqrt(damping) / pi)⁻¹ G (A + sqrt(damping) pi)⁻¹`` with ``pi² = tr(A) / n · m / tr(B)``,
+    the empirical Fisher's factors of per-sample gradients of a mean loss, and K-FAC's clip.
+    """
+
+    outputs = True
+
+    def invert(self, state: dict[str, Any], damping: float) -> None:
+        """Both factors."""
+        inputs, outputs = state["inputs"], state["outputs"]
+        ratio = (inputs.trace() / len(inputs)) / (outputs.trace() / len(outputs)).clamp_min(1e-30)
+        pi = ratio.clamp(1e-12, 1e12).sqrt()
+        state["inputs_inverse"] = _damped_inverse(inputs, pi * damping**0.5)
+        state["outputs_inverse"] = _damped_inverse(outputs, damping**0.5 / pi)
+
+
+class FOOF(_Moments):
+    """FOOF: ``P = G (A + damping)⁻¹`` with the moments of inputs alone, and K-FAC's clip."""
+
+    outputs = False
+
+    def invert(self, state: dict[str, Any], damping: float) -> None:
+        """The one factor."""
+        state["inputs_inverse"] = _damped_inverse(state["inputs"], torch.as_tensor(damping))
+
+
+def _blend(state: dict[str, Any], key: str, new: torch.Tensor, weight: float) -> None:
+    if key in state:
+        state[key].lerp_(new, weight)
+    else:
+        state[key] = new.clone()
+
+
+def _damped_inverse(matrix: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+    identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    factor = torch.linalg.cholesky(matrix + damping.to(matrix) * identity)
+    return torch.cholesky_inverse(factor)

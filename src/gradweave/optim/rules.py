@@ -1,0 +1,236 @@
+"""What the family has in common: a gradient less a term of rank one or two per layer, and a scale.
+
+With a layer's gradient as a matrix ``G``, its input vector ``a`` (with a one for the bias) and its
+output vector ``b``, every rule's direction is ``P = G - L Rᵀ`` with one or two columns in L and R::
+
+    joint      G - b (bᵀ G a) aᵀ / (g + |a|² |b|²)              (b bᵀ ⊗ a aᵀ + g I)⁻¹ G, times g
+    inputs     G (I - a aᵀ / (g + |a|²))                        G (a aᵀ + g I)⁻¹, times g
+    two_sided  (I - b bᵀ / (g + |b|²)) G (I - a aᵀ / (g + |a|²))
+
+with damping g, which may be a share of the squares beside it. The first is Eva's as published, the
+second Eva-f's. The third is our Eva's: damping each factor by itself, as K-FAC does, keeps the
+correction from vanishing. ``P·G`` and ``|P|²``, which the scales need, follow from ``|G|²``, ``G a``
+and ``bᵀ G``: ``P`` itself is never made before it is applied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+JOINT, INPUTS, TWO_SIDED = "joint", "inputs", "two_sided"
+
+LAYER, NORMALIZE, KL_CLIP, RESCALE, GRADIENT_NORM, NONE = (
+    "layer", "normalize", "kl_clip", "rescale", "gradient_norm", "none",
+)  # fmt: skip
+LOCAL_TRUSTS = (LAYER, GRADIENT_NORM, NONE)
+"""Those whose scale is each layer's own."""
+
+Number = float | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Manner:
+    """What distinguishes the authors' rules from each other and from ours.
+
+    Attributes:
+        formula: The direction's.
+        relative: Whether damping is a share of the vectors' squared size, or a number as it is.
+        divided: Whether the direction is divided by the damping, as an inverse would be.
+        trust: What the direction's scale is: ``"layer"`` makes a layer's step ``lr`` times the norm
+            that its weight had at first; ``"normalize"`` divides by the root of the sum of P·G; ``"kl_clip"``
+            limits lr² times that sum; ``"rescale"`` gives all directions together the gradients'
+            norm, ``"gradient_norm"`` each its own gradient's; ``"none"`` leaves them.
+        decoupled: Whether weight decay is applied to the weight, or added to the direction.
+        nesterov_twice: The momentum of the authors' Eva-s, which keeps what Nesterov's look-ahead gives.
+    """
+
+    formula: str
+    relative: bool = True
+    divided: bool = False
+    trust: str = LAYER
+    decoupled: bool = True
+    nesterov_twice: bool = False
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A layer's direction, as what is to be taken off its gradient.
+
+    Attributes:
+        left: ``L``: groups, rows, rank.
+        right: ``Rᵀ``: groups, rank, columns.
+        bias_right: The column of ``Rᵀ`` that belongs to the bias: groups, rank.
+        gradient_square: ``|G|²``.
+        agreement: ``P·G``.
+        square: ``|P|²``.
+        factor: What the direction is to be multiplied by besides its scale.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    bias_right: torch.Tensor | None
+    gradient_square: torch.Tensor
+    agreement: torch.Tensor
+    square: torch.Tensor
+    factor: Number
+
+
+def direction(
+    manner: Manner,
+    damping: Number,
+    gradient: torch.Tensor,
+    bias_gradient: torch.Tensor | None,
+    gradient_square: torch.Tensor,
+    inputs: torch.Tensor,
+    outputs: torch.Tensor | None,
+    *,
+    output_damping: Number | None = None,
+    pointwise: bool = False,
+) -> Direction:
+    """The direction of one layer.
+
+    Args:
+        manner: Which formula, and what its damping means.
+        damping: As the group has it.
+        gradient: ``G``: groups, rows, columns.
+        bias_gradient: The bias' column: groups, rows.
+        gradient_square: ``|G|²`` with the bias'.
+        inputs: ``a`` without the one of a bias: groups, columns.
+        outputs: ``b``: groups, rows; not for Eva-f.
+        output_damping: Of the left side, if it is not that of the right one.
+        pointwise: Whether to multiply and add up, which a compiler makes one pass with all else that
+            reads the gradient, or to call for a product.
+    """
+    products = (gradient * inputs[:, None]).sum(-1) if pointwise else torch.bmm(gradient, inputs[..., None])[..., 0]
+    inputs_square = inputs.square().sum(-1)
+    if bias_gradient is not None:
+        products = products + bias_gradient
+        inputs_square = inputs_square + 1
+    ones = None if bias_gradient is None else torch.ones_like(inputs_square)
+    factor = 1 / damping if manner.divided else 1.0
+    if manner.formula == TWO_SIDED:
+        on_left = damping if output_damping is None else output_damping
+        return _two_sided(
+            manner,
+            (damping, on_left),
+            gradient,
+            bias_gradient,
+            gradient_square,
+            inputs,
+            outputs,
+            products,
+            inputs_square,
+            pointwise=pointwise,
+        )
+    if manner.formula == INPUTS:
+        left = products * _inverse(inputs_square, damping, manner)[:, None]
+    else:
+        b = _present(outputs)
+        size = inputs_square * b.square().sum(-1)
+        left = b * ((b * products).sum(-1) * _inverse(size, damping, manner))[:, None]
+    removed = (left * products).sum()
+    square = gradient_square - 2 * removed + (left.square().sum(-1) * inputs_square).sum()
+    return Direction(
+        left[..., None],
+        inputs[:, None],
+        None if ones is None else ones[:, None],
+        gradient_square,
+        gradient_square - removed,
+        _positive(square, gradient_square),
+        factor,
+    )
+
+
+def _two_sided(
+    manner: Manner,
+    damping: tuple[Number, Number],
+    gradient: torch.Tensor,
+    bias_gradient: torch.Tensor | None,
+    gradient_square: torch.Tensor,
+    inputs: torch.Tensor,
+    outputs: torch.Tensor | None,
+    products: torch.Tensor,
+    inputs_square: torch.Tensor,
+    *,
+    pointwise: bool,
+) -> Direction:
+    b = _present(outputs)
+    outputs_square = b.square().sum(-1)
+    on_inputs = _inverse(inputs_square, damping[0], manner)
+    on_outputs = _inverse(outputs_square, damping[1], manner)
+    across = (b * products).sum(-1)
+    rows = (b[..., None] * gradient).sum(1) if pointwise else torch.bmm(b[:, None], gradient)[:, 0]
+    left = torch.stack((products * on_inputs[:, None], b), -1)
+    both = across * on_inputs * on_outputs
+    right = torch.stack((inputs, rows * on_outputs[:, None] - inputs * both[:, None]), 1)
+    rows_square = rows.square().sum(-1)
+    bias_right = None
+    if bias_gradient is not None:
+        bias_row = (b * bias_gradient).sum(-1)
+        rows_square = rows_square + bias_row.square()
+        bias_right = torch.stack((torch.ones_like(both), bias_row * on_outputs - both), -1)
+    products_square = products.square().sum(-1)
+    twice_inputs = on_inputs * (2 - on_inputs * inputs_square)
+    twice_outputs = on_outputs * (2 - on_outputs * outputs_square)
+
+    def inner(alpha: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        """What G loses in ``(I - beta b bᵀ) G (I - alpha a aᵀ) · G``."""
+        return (alpha * products_square + beta * rows_square - alpha * beta * across.square()).sum()
+
+    square = gradient_square - inner(twice_inputs, twice_outputs)
+    agreement = gradient_square - inner(on_inputs, on_outputs)
+    factor = 1 / (damping[0] * damping[1]) if manner.divided else 1.0
+    return Direction(left, right, bias_right, gradient_square, agreement, _positive(square, gradient_square), factor)
+
+
+def _present(outputs: torch.Tensor | None) -> torch.Tensor:
+    if outputs is None:
+        raise TypeError("this formula needs an output vector")
+    return outputs
+
+
+def _inverse(size: torch.Tensor, damping: Number, manner: Manner) -> torch.Tensor:
+    """One over a damped size; 0 where there is no vector."""
+    bottom = size * (1 + damping) if manner.relative else size + damping
+    return torch.where(bottom > 0, 1 / bottom, torch.zeros_like(bottom))
+
+
+def _positive(square: torch.Tensor, gradient_square: torch.Tensor) -> torch.Tensor:
+    """A square that rounding may not have made negative."""
+    return torch.maximum(square, torch.finfo(square.dtype).eps * gradient_square)
+
+
+def local_scale(trust: str, found: Direction, weight_norm: torch.Tensor) -> torch.Tensor:
+    """The scale of a layer's direction, where it is the layer's own."""
+    if trust == LAYER:
+        return ratio(weight_norm, found.square.sqrt())
+    if trust == GRADIENT_NORM:
+        return ratio(found.gradient_square.sqrt(), found.square.sqrt())
+    return torch.ones_like(weight_norm) * found.factor
+
+
+def common_scale(trust: str, found: list[Direction], rates: list[Number], kl_clip: Number) -> torch.Tensor:
+    """The one scale of all layers' directions."""
+    if trust == RESCALE:
+        squares = [d.square * d.factor**2 for d in found]
+        return ratio(sum_of([d.gradient_square for d in found]).sqrt(), sum_of(squares).sqrt())
+    agreements = [d.agreement * d.factor for d in found]
+    if trust == NORMALIZE:
+        total = sum_of(agreements).clamp_min(0)
+        return ratio(torch.ones_like(total), total.sqrt())
+    changes = [agreement * rate * rate for agreement, rate in zip(agreements, rates, strict=True)]
+    total = sum_of(changes).clamp_min(0)
+    limited = torch.sqrt(kl_clip / total)
+    return torch.where(total > 0, limited, torch.ones_like(total)).clamp_max(1.0)
+
+
+def sum_of(values: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of tensors without dimensions."""
+    return torch.stack(values).sum()
+
+
+def ratio(top: torch.Tensor, bottom: torch.Tensor) -> torch.Tensor:
+    """A quotient, or 0 where it has none."""
+    return torch.where(bottom > 0, top / bottom, torch.zeros_like(bottom))

@@ -1,0 +1,316 @@
+"""What hooks catch, against means over explicit patches, in every way a model is run."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradweave.errors import GradweaveError
+from gradweave.optim.capture import Catching, Masked
+from gradweave.optim.coverage import Capture
+from optim.models import images, loss_of, make_conv, make_mlp, rows
+
+ALL = Catching(outputs=True)
+
+
+def caught(model, catching=ALL):
+    capture = Capture(model, catching)
+    for layer in capture.layers:
+        layer.tap.record = layer.tap.new_record(layer.weight)
+    return capture
+
+
+def records(capture):
+    return [layer.tap.record.clone() for layer in capture.layers]
+
+
+def parts(layer):
+    """Sums of inputs, number of places, sums of outputs, by group."""
+    layout, record = layer.tap.layout, layer.tap.record
+    size = layout.groups * layout.inputs
+    return record[:size].view(layout.groups, -1), record[size], record[size + 1 :].view(layout.groups, -1)
+
+
+def single(module, x, catching=ALL):
+    """One layer on its own: what was caught, its output and that output's gradient."""
+    capture = caught(nn.Sequential(module), catching)
+    y = module(x)
+    y.retain_grad()
+    (y * torch.arange(y.numel()).view(y.shape).to(y).cos()).sum().backward()
+    capture.remove()
+    return capture.layers[0], y.grad
+
+
+@given(st.integers(1, 3), st.lists(st.integers(1, 3), max_size=3), st.booleans())
+def test_linear_layers_of_any_leading_dimensions(inputs, leading, bias):
+    module = nn.Linear(inputs, 4, bias=bias, dtype=torch.float64)
+    x = torch.randn(*leading, inputs, dtype=torch.float64)
+    layer, g = single(module, x)
+    a, count, b = parts(layer)
+    assert count == x.numel() // inputs
+    assert torch.allclose(a[0], x.reshape(-1, inputs).sum(0))
+    assert torch.allclose(b[0], g.reshape(-1, 4).sum(0))
+    if bias:
+        assert torch.allclose(b[0], module.bias.grad)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(0, 2), st.sampled_from([1, 2, 4]),
+       st.integers(5, 8))  # fmt: skip
+def test_convolutions_with_groups_against_unfolded_patches(kernel, stride, dilation, padding, groups, size):
+    assume(size + 2 * padding >= dilation * (kernel - 1) + 1)
+    module = nn.Conv2d(4, 8, kernel, stride, padding, dilation, groups).double()
+    x = torch.randn(3, 4, size, size + 1, dtype=torch.float64)
+    layer, g = single(module, x)
+    a, count, b = parts(layer)
+    patches = F.unfold(x, kernel, dilation, padding, stride)
+    assert count == patches.shape[0] * patches.shape[2]
+    assert torch.allclose(a, patches.sum((0, 2)).view(groups, -1))
+    assert torch.allclose(b, g.sum((0, 2, 3)).view(groups, -1))
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_transposed_convolutions_are_products_of_inputs_and_patches_of_outputs(dimensions, groups):
+    """With one sample of one place, the gradient is the outer product of both vectors exactly."""
+    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dimensions - 1]
+    module = kind(4, 6, 3, stride=2, padding=1, output_padding=1, dilation=2, groups=groups).double()
+    layer, _ = single(module, torch.randn(1, 4, *[1] * dimensions, dtype=torch.float64))
+    a, count, b = parts(layer)
+    assert count == 1
+    product = (a[:, :, None] * b[:, None]).reshape(module.weight.shape)
+    assert torch.allclose(product, module.weight.grad)
+    assert layer.bias is None
+    x = torch.randn(2, 4, *(3, 4, 2)[:dimensions], dtype=torch.float64)
+    layer, g = single(module, x)
+    a, count, b = parts(layer)
+    assert count == x.numel() // 4
+    assert torch.allclose(a.flatten(), x.sum((0, *range(2, x.dim()))))
+    module.zero_grad()
+    module(torch.ones_like(x)).backward(g)
+    patches = module.weight.grad.view(groups, 4 // groups, -1)
+    assert torch.allclose(b[:, None].expand_as(patches), patches)
+
+
+@pytest.mark.parametrize("dimensions", [1, 3])
+def test_one_and_three_dimensions(dimensions):
+    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
+    module = kind(2, 3, 3, stride=2, padding=1).double()
+    layer, g = single(module, torch.randn(1, 2, *(2, 1, 2)[:dimensions], dtype=torch.float64))
+    a, count, b = parts(layer)
+    assert count == 1
+    assert torch.allclose((b[0, :, None] * a[0]).view(module.weight.shape), module.weight.grad)
+    assert torch.allclose(b[0], g.flatten(2).sum((0, 2)))
+
+
+def test_images_without_a_batch_dimension():
+    module = nn.Conv2d(4, 8, 3)
+    x = torch.randn(4, 6, 6)
+    one = single(module, x)[0].tap.record
+    assert torch.allclose(one, single(module, x[None])[0].tap.record)
+
+
+def test_padding_is_left_out_by_a_mask():
+    module = nn.Linear(3, 2)
+    x, mask = torch.randn(4, 5, 3), torch.rand(4, 5) > 0.5
+    capture = caught(nn.Sequential(module))
+    with Masked(capture.masking, mask):
+        y = module(x)
+    y.retain_grad()
+    y.square().sum().backward()
+    a, count, b = parts(capture.layers[0])
+    assert count == mask.sum()
+    assert torch.allclose(a[0], x[mask].sum(0), atol=1e-6)
+    assert torch.allclose(b[0], y.grad[mask].sum(0), atol=1e-6)
+    module(torch.randn(7, 3)).sum().backward()
+    assert parts(capture.layers[0])[1] == mask.sum() + 7
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+def test_masks_go_into_whole_graphs():
+    torch._dynamo.reset()
+    module = nn.Linear(3, 2)
+    capture = caught(nn.Sequential(module))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(x, mask):
+        with Masked(capture.masking, mask):
+            return module(x).square().sum()
+
+    total = 0
+    for _ in range(2):
+        x, mask = torch.randn(4, 5, 3), torch.rand(4, 5) > 0.5
+        loss(x, mask).backward()
+        total = total + x[mask].sum(0)
+    assert torch.allclose(parts(capture.layers[0])[0][0], total, atol=1e-5)
+
+
+def test_slices_of_a_batch():
+    x = torch.randn(10, 3)
+    layer, g = single(nn.Linear(3, 2), x, Catching(True, 4, 4, per_sample=False))
+    a, count, b = parts(layer)
+    assert count == 4
+    assert torch.allclose(a[0], x[:4].sum(0))
+    assert torch.allclose(b[0], g[:4].sum(0))
+    layer, g = single(nn.Linear(3, 2), x, Catching(True, None, 4))
+    assert torch.allclose(parts(layer)[2][0], g[:4].sum(0) * 10 / 4)
+    layer, g = single(nn.Linear(3, 2), x, Catching(True, None, 16, never_all=True))
+    assert torch.allclose(parts(layer)[2][0], g[:5].sum(0) * 2)
+
+
+def test_output_vectors_in_front_of_a_batch_norm_are_not_zero_if_they_are_of_some_samples():
+    def size(catching):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+        capture = caught(model, catching)
+        model(torch.randn(32, 3, 6, 6)).square().sum().backward()
+        return parts(capture.layers[0])[2].norm()
+
+    assert size(ALL) < 1e-3
+    assert size(Catching(True, None, 16, never_all=True)) > 1
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@pytest.mark.parametrize(
+    ("backend", "make", "batches"), [("aot_eager", make_conv, images(2)), ("inductor", make_mlp, rows(2))]
+)
+def test_whole_graphs(backend, make, batches):
+    torch._dynamo.reset()
+    capture = caught(model := make())
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    plain = make()
+    expected = caught(plain)
+    for x in batches:
+        loss_of(plain, x).backward()
+        loss_of(compiled, x).backward()
+    for one, other in zip(records(expected), records(capture), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert other[:-1].abs().sum() > 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_counts_once(reentrant):
+    x = images(1)[0]
+    plain, model = make_conv(), make_conv()
+    expected, capture = caught(plain), caught(model)
+    loss_of(plain, x).backward()
+    ran = checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant)
+    (ran - 1).square().mean().backward()
+    for one, other in zip(records(expected), records(capture), strict=True):
+        assert torch.allclose(one, other)
+
+
+def test_what_is_not_differentiated_is_not_caught():
+    model = make_mlp()
+    capture = caught(model)
+    x = rows(1)[0]
+    with torch.no_grad():
+        model(x)
+    model(x)
+    model.eval()
+    with torch.inference_mode():
+        model(x)
+    assert all(record.count_nonzero() == 0 for record in records(capture))
+
+
+def test_micro_batches_and_shared_layers_add_up():
+    model = make_mlp()
+    capture = caught(model)
+    x = rows(1)[0]
+    loss_of(model, x).backward()
+    whole = records(capture)
+    for layer in capture.layers:
+        layer.tap.record.zero_()
+    for part in x.split(4):
+        (loss_of(model, part) / 3).backward()
+    for one, other in zip(whole, records(capture), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    layer = nn.Linear(3, 3)
+    capture = caught(nn.Sequential(layer))
+    y = torch.randn(5, 3)
+    layer(layer(y)).sum().backward()
+    assert torch.allclose(parts(capture.layers[0])[0][0], y.sum(0) + layer(y).sum(0), atol=1e-5)
+    assert parts(capture.layers[0])[1] == 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_keeps_vectors_in_float32(dtype):
+    plain, model = make_mlp(), make_mlp()
+    expected, capture = caught(plain), caught(model)
+    x = rows(1)[0]
+    loss_of(plain, x).backward()
+    with torch.autocast("cpu", dtype):
+        loss = loss_of(model, x)
+    loss.backward()
+    for one, other in zip(records(expected), records(capture), strict=True):
+        assert other.dtype == torch.float32
+        assert torch.allclose(one, other, rtol=0.1, atol=0.05)
+    (tiny := nn.Linear(1, 1, bias=False)).to(dtype)
+    capture = caught(nn.Sequential(tiny))
+    tiny(torch.ones(100, 1, dtype=dtype)).sum().mul(1e-7 if dtype == torch.float16 else 1e-30).backward()
+    assert parts(capture.layers[0])[2] > 0
+
+
+def test_copies_of_a_model_have_no_part_in_it():
+    model = make_mlp()
+    capture = caught(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(other, rows(1)[0]).backward()
+    assert all(record.count_nonzero() == 0 for record in records(capture))
+    capture.remove()
+    loss_of(model, rows(1)[0]).backward()
+    assert all(record.count_nonzero() == 0 for record in records(capture))
+
+
+def test_function_transforms_are_left_alone():
+    model = make_mlp()
+    capture = caught(model)
+    params = dict(model.named_parameters())
+
+    def loss(params, x):
+        return torch.func.functional_call(model, params, (x,)).square().mean()
+
+    gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, rows(1)[0])
+    assert gradients["0.weight"].shape == (12, 8, 6)
+    assert all(record.count_nonzero() == 0 for record in records(capture))
+
+
+def test_double_backward_goes_through():
+    model = make_mlp()
+    caught(model)
+    x = rows(1)[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(model, x), x, create_graph=True)
+    gradient.square().sum().backward()
+    plain = make_mlp()
+    y = x.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(plain, y), y, create_graph=True)
+    gradient.square().sum().backward()
+    assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
+
+
+def test_what_is_not_covered():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    embedding, head = nn.Embedding(4, 3), nn.Linear(3, 4)
+    head.weight = embedding.weight
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    model = nn.ModuleList(
+        [nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), Odd(2, 2), embedding, head, frozen, nn.LayerNorm(2),
+         nn.Linear(2, 3)]
+    )  # fmt: skip
+    assert [layer.name for layer in Capture(model, ALL).layers] == ["6"]
+
+
+def test_a_changed_layer_is_named():
+    model = make_mlp()
+    caught(model)
+    model[0].weight = nn.Parameter(torch.zeros(8, 7))
+    with pytest.raises(GradweaveError, match=r"\(8, 7\), which was \(8, 6\)"):
+        model[0](torch.randn(2, 7))

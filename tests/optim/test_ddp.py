@@ -1,0 +1,54 @@
+"""Two real ranks: the vectors are those of the whole batch, exchanged in one go."""
+
+from ranks import run_ranks
+
+WORKER = """
+import sys
+import torch
+from torch import nn
+import torch.distributed as dist
+from gradweave.optim import Eva, EvaF, EvaS
+from optim.models import loss_of, make_conv, make_mlp, rows, train, weights
+from ranks import agree_and_leave
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+calls = []
+original = dist.all_reduce
+dist.all_reduce = lambda *args, **more: (calls.append(1), original(*args, **more))[1]
+
+def run(cls, options, distributed, named):
+    model = make_mlp(torch.float64)
+    inner = model
+    if distributed and named:
+        optimizer = cls(model, process_group=dist.group.WORLD, **options)
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        if distributed:
+            model = nn.parallel.DistributedDataParallel(model)
+        optimizer = cls(model, **options)
+    batches = rows(5, dtype=torch.float64)
+    calls.clear()
+    train(model, optimizer, [x.chunk(2)[rank] if distributed else x for x in batches])
+    return weights(inner), [optimizer.state[p].get("input_vector") for p in inner.parameters()]
+
+faithful = {"faithful": True, "lr": 0.02}
+ends = []
+for cls, options in ((EvaF, {}), (EvaF, faithful), (Eva, faithful), (EvaS, {})):
+    expected, vectors = run(cls, options, False, False)
+    assert not calls
+    for named in (False, True) if cls is not EvaS else (False,):
+        result, others = run(cls, options, True, named)
+        assert len(calls) == (0 if cls is EvaS else 5), len(calls)
+        assert torch.allclose(result, expected, rtol=1e-7, atol=1e-9), (cls, (result - expected).abs().max())
+        for one, other in zip(vectors, others):
+            assert one is None or torch.allclose(one, other)
+        ends.append(result)
+# Our Eva looks at other samples on each rank than one process would: ranks must agree among themselves.
+result, _ = run(Eva, {}, True, False)
+agree_and_leave([result])
+"""
+
+
+def test_two_ranks_train_as_one_on_the_whole_batch(tmp_path):
+    run_ranks(WORKER, tmp_path / "store")
