@@ -95,5 +95,5 @@ def test_two_on_two_parts_of_a_model():
             optimizer.step()
             optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
     assert not set(optimizers[0].state) & set(optimizers[1].state)
