@@ -16,6 +16,8 @@ import torch
 
 _TESTS = Path(__file__).parent.parent
 SECONDS = 100
+FRESH_AFTER = 20
+"""Scenarios until processes are replaced: each leaves groups behind, whose threads wake up a hundred times a second."""
 
 
 class World:
@@ -27,36 +29,34 @@ class World:
 
     def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, scenarios="daso.scenarios"):
         self.size = nodes * places
-        self._folder = Path(folder)
+        self._folder, self._tcp, self._link = Path(folder), tcp, link
+        self._nodes, self._places, self._scenarios = nodes, places, scenarios
+        self._started, self._runs = 0, 0
+        self._start()
+
+    def _start(self):
         environment = {
             **os.environ,
             "PYTHONPATH": f"{_TESTS.parent / 'src'}:{_TESTS}",
             "OMP_NUM_THREADS": "1",
-            "LOCAL_WORLD_SIZE": str(places),
+            "LOCAL_WORLD_SIZE": str(self._places),
             "WORLD_SIZE": str(self.size),
         }
-        store = f"tcp://127.0.0.1:{_free_port()}" if tcp else f"file://{self._folder / 'store'}"
-        prefixes, variables = [[]] * nodes, [{}] * nodes
-        if link is not None:
-            store = f"tcp://{link.address}:29531"
-            prefixes = [["ip", "netns", "exec", name] for name in link.names]
-            variables = [{"GLOO_SOCKET_IFNAME": name} for name in link.names]
+        self._started, self._runs = self._started + 1, 0
+        store = f"tcp://127.0.0.1:{_free_port()}" if self._tcp else f"file://{self._folder / f'store{self._started}'}"
+        prefixes, variables = [[]] * self._nodes, [{}] * self._nodes
+        if self._link is not None:
+            store = f"tcp://{self._link.address}:29531"
+            prefixes = [["ip", "netns", "exec", name] for name in self._link.names]
+            variables = [{"GLOO_SOCKET_IFNAME": name} for name in self._link.names]
         self.ranks = []
         for rank in range(self.size):
-            command = [
-                sys.executable,
-                "-m",
-                "daso.worlds",
-                store,
-                str(rank),
-                str(self.size),
-                str(self._folder),
-                scenarios,
-            ]
-            own = {**environment, **variables[rank // places], "RANK": str(rank)}
+            command = [sys.executable, "-m", "daso.worlds", store, str(rank), str(self.size), str(self._folder)]
+            node = rank // self._places
+            own = {**environment, **variables[node], "RANK": str(rank)}
             with (self._folder / f"{rank}.err").open("w") as errors:
                 process = subprocess.Popen(
-                    [*prefixes[rank // places], *command],
+                    [*prefixes[node], *command, self._scenarios],
                     env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 )  # fmt: skip
             self.ranks.append(process)
@@ -64,6 +64,10 @@ class World:
     def run(self, scenario, *, seconds=SECONDS, ranks=None, **arguments):
         """What the scenario returns, by rank; an error is raised here, unless the rank was meant to die."""
         asked = range(self.size) if ranks is None else ranks
+        if self._runs >= FRESH_AFTER and ranks is None and self._link is None:
+            self.close()
+            self._start()
+        self._runs += 1
         self.ask(scenario, asked, **arguments)
         return self.answers(asked, seconds)
 

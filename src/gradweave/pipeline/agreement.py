@@ -90,7 +90,7 @@ def _described(layers: Sequence[tuple[str, nn.Module]]) -> tuple[Any, ...]:
         (
             name,
             tuple(
-                (own, numbers.setdefault(p, len(numbers)), tuple(p.shape), p.dtype)
+                (own, numbers.setdefault(p, len(numbers)), tuple(p.shape), p.dtype, p.requires_grad)
                 for own, p in layer.named_parameters(remove_duplicate=False)
             ),
         )

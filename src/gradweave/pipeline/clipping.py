@@ -21,6 +21,7 @@ def clip_grad_norm(
     *,
     max_norm: float,
     norm_type: float,
+    like: torch.Tensor,
 ) -> torch.Tensor:
     """Scales this rank's gradients as ``torch.nn.utils.clip_grad_norm_`` would those of the whole model.
 
@@ -34,6 +35,7 @@ def clip_grad_norm(
         together: The ranks.
         max_norm: What the total norm may be.
         norm_type: Which norm.
+        like: A tensor of the type and device that norms are summed up in, of the same type on all ranks.
 
     Returns:
         The total norm.
@@ -44,8 +46,7 @@ def clip_grad_norm(
     for name, p in params.items():
         if p.grad is not None:
             own.setdefault(p, name)
-    device = next(iter(params.values())).device
-    norms = torch.zeros(len(places), device=device)
+    norms = like.new_zeros(len(places))
     for p, name in own.items():
         if p not in skipped:
             norms[places[name]] = torch.linalg.vector_norm(p.grad, norm_type).to(norms.dtype)

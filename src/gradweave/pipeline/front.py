@@ -98,6 +98,8 @@ class Pipeline:
         rank_of_layer = [program.rank_of[stage] for stage, run in enumerate(runs) for _ in run]
         own = [layers[i] for stage in stages for i in runs[stage]]
         self._layer_names = [name for name, _ in layers]
+        wide = any(p.dtype is torch.float64 for _, layer in layers for p in layer.parameters())
+        self._widest = torch.float64 if wide else torch.float32
         self._places = places_of(layers)
         ties = find_ties(layers, rank_of_layer)
         self.module = nn.Sequential(OrderedDict(own))
@@ -152,8 +154,7 @@ class Pipeline:
         Returns:
             The mean loss of the micro-batches, without the factor, on the rank of the last stage; None elsewhere.
         """
-        if self._runtime is None:
-            raise GradweaveError("this pipeline has stopped after an error: restart from a checkpoint")
+        self._check_running()
         try:
             check_parameters(self.module)
             given = self._shapes.inputs(inputs) if self._first else ()
@@ -175,10 +176,11 @@ class Pipeline:
         Returns:
             The norm of all gradients of the model, before.
         """
+        self._check_running()
         try:
             return clip_grad_norm(
                 self._params, self._places, self._tied.counted_elsewhere(), self._together,
-                max_norm=max_norm, norm_type=norm_type,
+                max_norm=max_norm, norm_type=norm_type, like=torch.empty(0, dtype=self._widest, device=self.device),
             )  # fmt: skip
         except BaseException as error:
             self._stop(error)
@@ -194,6 +196,7 @@ class Pipeline:
 
     def gather_state_dict(self) -> dict[str, Any] | None:
         """The whole model's state in the memory of the first rank's host; None on others. All ranks call it."""
+        self._check_running()
         try:
             return gather_state(self.module, self._layer_names, self._together)
         except BaseException as error:
@@ -204,6 +207,12 @@ class Pipeline:
         """Leaves the pipeline's process group; layers, gradients and optimizers stay."""
         self._runtime = None
         self._together.close()
+
+    def _check_running(self) -> None:
+        if self._runtime is None:
+            raise GradweaveError(
+                "this pipeline has stopped after an error, or is closed: restart from a checkpoint, or make another one"
+            )
 
     def _stop(self, error: BaseException) -> None:
         """This rank cannot go on, and so nobody can."""

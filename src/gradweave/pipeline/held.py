@@ -124,6 +124,7 @@ class _Leaving(Pending):
 
     def leave(self, task: Task) -> None:
         """Leaves the weight gradient of a call; called in backward."""
+        task.watch_inputs()
         self._held.tasks.append((self._params, task))
 
 

@@ -32,11 +32,33 @@ class StageLayers(nn.Module):
 
     def forward(self, *given: Any) -> Any:
         """Runs the layers; the weight gradients of linear and convolution layers are held back."""
+        if self._held is not None:
+            given = tuple(_Received.apply(x) if x.requires_grad else x for x in given)  # type: ignore[no-untyped-call]
         value = given[0] if len(given) == 1 else given
         with self._precision.used(), self._held.calls() if self._held is not None else nullcontext():
             for layer in self.layers:
                 value = layer(value)
-        return value
+        if isinstance(value, (tuple, list)):
+            if len(value) == 1:
+                names = ", ".join(name for name, _ in self.layers.named_children())
+                raise GradweaveError(
+                    f"layers {names} return a tuple of one tensor, which the next layer would get as a tensor; return "
+                    "the tensor"
+                )
+            return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in value)
+        return value.contiguous() if isinstance(value, torch.Tensor) else value
+
+
+class _Received(torch.autograd.Function):
+    """What another stage has sent: layers may write to it in place, and its gradient is sent back in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return grad.contiguous()
 
 
 class Stage(PipelineStage):
@@ -64,7 +86,7 @@ class Stage(PipelineStage):
     ) -> None:
         self._held = None if ledger is None else HeldGradients(ledger)
         build = None if self._held is None else self._held.build
-        self._shapes: list[tuple[int, ...]] | None = None
+        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] | None = None
         own = StageLayers(layers, self._held, precision)
         super().__init__(own, index, count, device, group=group, dw_builder=build)
 
@@ -73,18 +95,31 @@ class Stage(PipelineStage):
         made = super().forward_one_chunk(*args, **kwargs)
         if self.is_last:
             return made
-        shapes = [tuple(one.shape) for one in (made if isinstance(made, (tuple, list)) else (made,))]
+        parts = made if isinstance(made, (tuple, list)) else (made,)
+        shapes = [(tuple(one.shape), one.dtype) for one in parts]
         self._shapes = self._shapes or shapes
+        where = f"the output of stage {self.stage_index} (layers {self._names()})"
         if shapes != self._shapes:
-            names = ", ".join(name for name, _ in self.submod.layers.named_children())  # type: ignore[union-attr]
             raise GradweaveError(
-                f"the output of stage {self.stage_index} (layers {names}) was of shape {self._shapes} for the first "
-                f"micro-batch, and is of shape {shapes} now: it must not change; pad it"
+                f"{where} was of shape {_shown(self._shapes)} for the first micro-batch, and is of shape "
+                f"{_shown(shapes)} now: it must not change; pad it, and use the same precision in all steps"
+            )
+        if self._held is None and not any(one.requires_grad for one in parts):
+            raise GradweaveError(
+                f'{where} needs no gradient, with which split="torch" would lose the weight gradients of later stages; '
+                'use split="fast"'
             )
         return made
+
+    def _names(self) -> str:
+        return ", ".join(name for name, _ in self.submod.layers.named_children())  # type: ignore[union-attr]
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """As torch does it; what a trial run may have left is forgotten."""
         if self._held is not None:
             self._held.tasks.clear()
         super().backward_one_chunk(*args, **kwargs)
+
+
+def _shown(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{shape} of {dtype}" for shape, dtype in shapes)

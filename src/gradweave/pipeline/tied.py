@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradweave.errors import ArgumentError
 from gradweave.pipeline.together import Together
 
 
@@ -37,12 +38,25 @@ def find_ties(layers: Sequence[tuple[str, nn.Module]], rank_of_layer: Sequence[i
     for (name, layer), rank in zip(layers, rank_of_layer, strict=True):
         for own, p in layer.named_parameters(remove_duplicate=False):
             uses.setdefault(p, []).append((f"{name}.{own}", rank))
+    _refuse_shared_buffers(layers, rank_of_layer)
     ties = []
     for places in uses.values():
         ranks = sorted({rank for _, rank in places})
         if len(ranks) > 1:
             ties.append(Tie(tuple(name for name, _ in places), tuple(ranks)))
     return ties
+
+
+def _refuse_shared_buffers(layers: Sequence[tuple[str, nn.Module]], rank_of_layer: Sequence[int]) -> None:
+    """A buffer that layers of two ranks write to would be two, and each would see half of what is written."""
+    seen: dict[int, tuple[str, int]] = {}
+    for (name, layer), rank in zip(layers, rank_of_layer, strict=True):
+        for own, buffer in layer.named_buffers(remove_duplicate=False):
+            other, where = seen.setdefault(id(buffer), (f"{name}.{own}", rank))
+            if where != rank:
+                raise ArgumentError(
+                    "model", f"{name}.{own}", f"is the same buffer as {other}, on another rank; give each layer its own"
+                )
 
 
 class TiedGradients:
@@ -60,8 +74,10 @@ class TiedGradients:
         for tie in ties:
             if together.rank in tie.ranks:
                 p = next(params[name] for name in tie.names if name in params)
-                if p.requires_grad:
-                    self._own.append((tie, p))
+                self._own.append((tie, p))
+        with torch.no_grad():
+            for tie, p in self._own:
+                self._share(tie, p)
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """Those whose gradient another rank counts in a norm."""
@@ -70,18 +86,31 @@ class TiedGradients:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Context of a step: what it adds to the gradients of tied weights is summed up over their ranks."""
-        before = [p.grad for _, p in self._own]
-        for _, p in self._own:
+        trained = [(tie, p) for tie, p in self._own if p.requires_grad]
+        before = [p.grad for _, p in trained]
+        for _, p in trained:
             p.grad = None
         try:
             yield
         except BaseException:
-            for (_, p), earlier in zip(self._own, before, strict=True):
+            for (_, p), earlier in zip(trained, before, strict=True):
                 p.grad = earlier
             raise
-        for (tie, p), earlier in zip(self._own, before, strict=True):
-            grad = self._sum(tie, torch.zeros_like(p) if p.grad is None else p.grad)
+        for (tie, p), earlier in zip(trained, before, strict=True):
+            own = torch.zeros_like(p) if p.grad is None else p.grad
+            grad = self._sum(tie, own.contiguous())
             p.grad = grad if earlier is None else earlier.add_(grad)
+
+    def _share(self, tie: Tie, p: torch.Tensor) -> None:
+        """Gives all ranks of a tie the first one's weight: they may have been initialized apart."""
+        first, *others = (self._together.global_rank(rank) for rank in tie.ranks)
+        copy = p.detach().clone(memory_format=torch.contiguous_format)
+        if self._together.rank == tie.ranks[0]:
+            for rank in others:
+                dist.send(copy, dst=rank, group=self._together.group)
+        else:
+            dist.recv(copy, src=first, group=self._together.group)
+            p.copy_(copy)
 
     def _sum(self, tie: Tie, grad: torch.Tensor) -> torch.Tensor:
         """At the first rank of the tie, in the order of ranks; it sends the sum to the others."""

@@ -61,14 +61,19 @@ class Task:
         """Notes that it goes on past its backward, and holds all of its inputs from then on."""
         self.outlives = True
         self.held = _bytes_of(self._inputs)
+        self.watch_inputs()
+
+    def watch_inputs(self) -> None:
+        """Notes what its inputs are now, so that a change is found when it is finished."""
         self._versions = tuple(tensor._version for tensor in self._inputs)
 
     def check_inputs(self) -> None:
-        """Raises if somebody has written to the inputs of a task that outlives its backward."""
-        if self.outlives and self._versions != tuple(tensor._version for tensor in self._inputs):
+        """Raises if somebody has written to inputs that are watched."""
+        if self._versions and self._versions != tuple(tensor._version for tensor in self._inputs):
             raise GradweaveError(
-                "an activation was changed in place after backward() and before its weight gradient was through: "
-                'policy="cross_step" computes it in the next forward; use policy="joint"'
+                "an activation was changed in place before the weight gradient that needs it, and waits, was computed; "
+                'do not write to it there, or let none wait: policy="joint" instead of "cross_step", '
+                'or "one_f_one_b" in a pipeline'
             )
 
     @property
