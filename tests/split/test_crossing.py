@@ -279,7 +279,7 @@ def test_an_activation_that_is_overwritten_is_an_error():
         optimizer.step()
         optimizer.zero_grad()
     kept[0].zero_()
-    with pytest.raises(GradweaveError, match="changed in place after backward"):
+    with pytest.raises(GradweaveError, match="changed in place before"):
         model(torch.ones(2, 4))
 
 
