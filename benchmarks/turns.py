@@ -79,7 +79,10 @@ def serve(make: Callable[[], Callable[[Any], Any]], batches: Callable[[], Sequen
     losses += [float(call(given[i % len(given)])) for i in range(1, CHECKED_STEPS)]
     wait()
     ready = {"losses": losses, "seconds": time.perf_counter() - began}
-    peaks = {"first_step_peak": eager_peak, "peak": torch.cuda.max_memory_allocated() if on_gpu else 0}
+    peaks = {"first_step_peak": eager_peak, "peak": torch.cuda.max_memory_allocated() if on_gpu else 0, "reserved": 0}
+    if on_gpu:
+        torch.cuda.empty_cache()
+        peaks["reserved"] = torch.cuda.memory_reserved()
     print(json.dumps({**ready, **peaks}), file=answers)
     for _ in sys.stdin:
         wait()

@@ -50,6 +50,7 @@ def measure(
                 "ms_80": f"{one.high:.4f}", "speedup": f"{one.ratio.value:.4f}", "speedup_low": f"{one.ratio.low:.4f}",
                 "speedup_high": f"{one.ratio.high:.4f}", "peak_mib": f"{one.ready['peak'] / MEGABYTE:.0f}",
                 "first_step_peak_mib": f"{one.ready['first_step_peak'] / MEGABYTE:.0f}",
+                "kept_mib": f"{one.ready['reserved'] / MEGABYTE:.0f}",
                 "largest_relative_loss_difference": f"{one.off:.2e}", "against": BASELINE,
                 "flops_floor_ms": f"{1e3 * floors[0]:.3f}", "update_floor_ms": f"{1e3 * floors[1]:.3f}",
                 **environment(CUDA),

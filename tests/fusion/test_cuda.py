@@ -86,6 +86,38 @@ def test_gradient_scaling_with_infinities(form):
     assert_same(run("forward"), run(None))
 
 
+def slow_side(fusion):
+    """Keeps the second stream busy, so that what is launched on it runs much later than what follows on the main one."""
+    for side in fusion._engine._sides.values():
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_updates_that_run_late_see_the_numbers_of_their_step(scaled):
+    """A schedule that fills lr in place, a scaler that changes its scale, and memory that is used again."""
+
+    def run(mode):
+        model = make_net(cls=Wide).cuda()
+        optimizer = FORMS["fused, lr a tensor"](model.parameters())
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=1, enabled=scaled)
+        fusion = fuse(model, optimizer, mode) if mode else None
+        for i, (x, y) in enumerate(batches(8)):
+            scaler.scale(loss_of(model, x.cuda(), y.cuda()) * (float("inf") if scaled and i == 4 else 1.0)).backward()
+            if fusion:
+                slow_side(fusion)
+            scaler.step(optimizer)
+            scaler.update()
+            torch.full((64,), float("inf"), device="cuda")
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+            optimizer.zero_grad()
+        if fusion:
+            fusion.detach()
+        return model, optimizer
+
+    assert_same(run("forward"), run(None))
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_no_host_synchronisation_in_a_step(mode):

@@ -11,6 +11,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 every = pytest.mark.parametrize("cls", [Eva, EvaF, EvaS])
 
@@ -25,8 +27,8 @@ def test_a_step_does_not_wait_for_the_device(cls):
     optimizer = cls(model)
     train(model, optimizer, batches(2))
     x = batches(1)[0]
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         loss_of(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -33,7 +33,7 @@ class _Update:
     Attributes:
         bucket: What it updates.
         grads: With what; kept until the update is visible.
-        frozen: How, where it has not run yet.
+        frozen: How, where it has not run yet, or numbers that it reads might change until it has.
         event: The end of it, where it runs on a second stream.
         stream: The stream that the gradients were made on.
         late: Those of the gradients that were not finished at step().
@@ -265,15 +265,18 @@ class ForwardEngine:
     def _launch(self, updates: list[_Update]) -> None:
         """Starts the updates of CUDA parameters on the second stream, in the order of use.
 
-        Those of the CPU are kept, with the hyperparameters as they are now, until their first use.
+        Those of the CPU are kept until their first use. Both see hyperparameters and a scaler's verdict as
+        they are now: the main stream may write to those that are tensors while the second stream has yet to read them.
         """
-        frozen = None
+        now = FrozenStep(self.optimizer)
+        frozen = now if now.has_tensors else None
         waited = set()
         for update in updates:
             device = update.bucket.params[0].device
             if device.type != "cuda":
-                frozen = update.frozen = frozen or FrozenStep(self.optimizer)
+                update.frozen = now
                 continue
+            update.frozen = frozen
             side = self._sides.get(device)
             if side is None:
                 side = self._sides[device] = torch.cuda.Stream(device)

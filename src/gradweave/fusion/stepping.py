@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradweave.compat.eager import own_step, without_step_hooks
+from gradweave.compat.eager import flat_leaves, own_step, without_step_hooks
 from gradweave.fusion.buckets import Bucket
 
 _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
@@ -18,8 +18,8 @@ _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 class FrozenStep:
     """What a step would do if it ran now: the hyperparameters of every group, and a scaler's verdict.
 
-    Schedulers change the former, some of them in place, and GradScaler deletes the latter, before
-    a deferred update gets to run.
+    Schedulers change the former, some of them in place, and GradScaler changes and deletes the
+    latter, before a deferred update gets to run.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -27,11 +27,21 @@ class FrozenStep:
             {key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         self.scaler = {
-            name: getattr(optimizer, name) for name in _SCALER_ATTRIBUTES if getattr(optimizer, name, None) is not None
+            name: _own(getattr(optimizer, name))
+            for name in _SCALER_ATTRIBUTES
+            if getattr(optimizer, name, None) is not None
         }
+
+    @property
+    def has_tensors(self) -> bool:
+        """Whether something of it could be changed in place."""
+        values = [value for group in self.groups for value in group.values()]
+        return bool(self.scaler) or any(isinstance(part, torch.Tensor) for part in flat_leaves(values))
 
 
 def _own(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_own(part) for part in value)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -66,6 +76,7 @@ class PartialStepper:
         settings = groups if frozen is None else frozen.groups
         optimizer.param_groups = [{**settings[index], "params": params} for index, params in subset.items()]
         scaler = {} if frozen is None else frozen.scaler
+        before = {name: getattr(optimizer, name) for name in scaler if hasattr(optimizer, name)}
         for name, value in scaler.items():
             setattr(optimizer, name, value)
         try:
@@ -74,7 +85,10 @@ class PartialStepper:
         finally:
             optimizer.param_groups = groups
             for name in scaler:
-                delattr(optimizer, name)
+                if name in before:
+                    setattr(optimizer, name, before[name])
+                else:
+                    delattr(optimizer, name)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
