@@ -1,3 +1,4 @@
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 from torch import optim
 
 import gradweave
+from gradweave.compat.calls import EveryCall
 from gradweave.schedule.tasks import Kind
 from whole_step.models import batches, loss_fn, make
 
@@ -78,3 +80,22 @@ def test_an_error_in_a_recorded_step_closes_its_task_and_comes_through():
     assert len(left) == 1
     step.record(None)
     step(x)
+
+
+def test_what_a_task_has_read_lives_until_its_mark_ends():
+    """Memory that is reused before would be overwritten where a mark does the operations again."""
+    read, gone = [], []
+
+    @contextmanager
+    def mark(*_):
+        with EveryCall(lambda _function, args, _kwargs: read.extend(map(weakref.ref, filter(torch.is_tensor, args)))):
+            yield
+        gone.extend(reference for reference in read if reference() is None)
+        read.clear()
+
+    model = make("convolutional")
+    step = gradweave.compile(model, loss_fn, optim.SGD(model.parameters(), lr=1e-2), lower="replay")
+    for number, batch in enumerate(batches(3)):
+        step.record(mark if number == 2 else None)
+        step(*batch)
+    assert not gone

@@ -30,7 +30,10 @@ def run_marked(traced: TracedStep, inputs: Sequence[torch.Tensor], places: dict[
 
 
 class _Marking(Interpreter):
-    """Runs a graph; operations of one task that follow each other are inside of one mark."""
+    """Runs a graph; operations of one task that follow each other are inside of one mark.
+
+    What a task has read lives until its mark ends: a mark may do the operations again.
+    """
 
     def __init__(
         self, graph: torch.fx.GraphModule, places: dict[Node, Place], mark: Mark, open_task: ExitStack
@@ -40,13 +43,16 @@ class _Marking(Interpreter):
         self._mark = mark
         self._open = open_task
         self._now: Place | None = None
+        self._read: list[Any] = []
 
     def run_node(self, n: Node) -> Any:
         """Runs an operation, in the mark of its task."""
         place = self._places.get(n)
         if place != self._now:
             self._open.close()
+            self._read.clear()
             if place is not None:
                 self._open.enter_context(self._mark(place.kind, place.layer))
             self._now = place
+        self._read.extend(self.env[last] for last in self.user_to_last_uses.get(n, ()))
         return super().run_node(n)
