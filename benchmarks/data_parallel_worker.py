@@ -143,7 +143,8 @@ def predict(model: str, seconds: float, megabits: float, bucket_bytes: int, defa
     dist.broadcast_object_list(agreed, 0)
     costs = agreed[0]
     measured = measure_link(None, torch.device("cpu"))
-    link = Link(megabits * 1e6 / 8, measured.latency)
+    burden = 0.0 if model.startswith("waiting") else measured.device_seconds  # waiting takes no core
+    link = Link(megabits * 1e6 / 8, measured.latency, burden)
     ranks = dist.get_world_size()
     best, _ = simulate(costs, link, ranks, bucket_bytes, None)
     none, _ = simulate(costs, link, ranks, bucket_bytes, None, k=0)
@@ -153,6 +154,7 @@ def predict(model: str, seconds: float, megabits: float, bucket_bytes: int, defa
         "bytes": sum(c.parameter_bytes for c in costs.layers), "ratio": best.ratio, "k": best.arrangement.k,
         "ddp_small": best.stock, "ddp": default.stock, "no_barrier": none.best, "reverse_first_k": best.best,
         "measured_megabits": measured.bandwidth * 8 / 1e6, "latency": measured.latency,
+        "device_ns_per_byte": 1e9 * burden,
     }  # fmt: skip
 
 

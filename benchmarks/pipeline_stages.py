@@ -34,9 +34,11 @@ HERE = Path(__file__).parent
 GPIPE, AGAIN, RIVAL = "gpipe", "gpipe (again)", "interleaved_zero_bubble"
 EMULATED = [{"ranks": ranks, "layers": 24, "microbatches": microbatches} for ranks in (4, 8) for microbatches in (4, 8)]
 REAL = [
-    {"ranks": 2, "model": model, "blocks": 10, "width": 256, "tokens": 128, "microbatches": 4, "batch": 16}
+    {"ranks": 2, "model": model, "blocks": 10, "width": width, "tokens": 128, "microbatches": 4, "batch": batch}
+    for width, batch in ((256, 16), (768, 8))
     for model in ("bert", "gpt")
 ]
+"""Small blocks, of which messages take a good part, and blocks of BERT-base's and GPT-2's size."""
 
 
 class Ranks:

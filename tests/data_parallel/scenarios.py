@@ -366,7 +366,7 @@ def runs_out(*, limit):
 
 def measures_link():
     link = measure_link(None, torch.device("cpu"))
-    return {"bandwidth": link.bandwidth, "latency": link.latency}
+    return {"bandwidth": link.bandwidth, "latency": link.latency, "device_seconds": link.device_seconds}
 
 
 def shares_buffers():

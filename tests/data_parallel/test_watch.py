@@ -65,3 +65,4 @@ def test_a_link_is_measured_the_same_on_all_ranks(two):
     assert measured[0] == measured[1]
     assert measured[0]["bandwidth"] > 1e6
     assert 0 <= measured[0]["latency"] < 1
+    assert 0 < measured[0]["device_seconds"] < 1e-6

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradweave.errors import ArgumentError
-from gradweave.schedule import Cluster, Link
+from gradweave.schedule import Cluster, Demand, Link
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,20 @@ def test_a_message_pays_latency_and_bytes():
     assert not Link(latency=1e-9).free
 
 
-@pytest.mark.parametrize("arguments", [{"bandwidth": 0}, {"bandwidth": -1}, {"bandwidth": math.nan}, {"latency": -1}])
+@pytest.mark.parametrize(
+    "arguments", [{"bandwidth": 0}, {"bandwidth": -1}, {"bandwidth": math.nan}, {"latency": -1}, {"device_seconds": -1}]
+)
 def test_senseless_links_are_rejected(arguments):
     with pytest.raises(ArgumentError, match=next(iter(arguments))):
         Link(**arguments)
+
+
+def test_what_an_all_reduce_takes_of_the_device():
+    link = Link(bandwidth=10.0, device_seconds=0.05)
+    assert link.all_reduce_demand(100, 2) == Demand(0.5, 0.5)
+    assert Link(10.0, device_seconds=1.0).all_reduce_demand(100, 2) == Demand(1.0, 1.0)
+    assert Link(10.0).all_reduce_demand(100, 2) == Demand(0.0, 0.0)
+    assert link.all_reduce_demand(100, 1) == Demand(0.0, 0.0)
 
 
 def test_devices_are_spread_evenly_over_nodes():

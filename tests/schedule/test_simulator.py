@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 
 from gradweave.errors import ScheduleError
-from gradweave.schedule import Buffer, Costs, Demand, Discipline, Family, Kind, Lane, Schedule, Task, TaskGraph
+from gradweave.schedule import (
+    Buffer, Costs, Demand, Discipline, Family, Kind, Lane, LayerCost, Link, Schedule, Task, TaskGraph, data_parallel, plan,
+)
 from reference.ticking_simulator import simulate_by_ticks
 from schedule.strategies import schedules
 
@@ -135,3 +137,15 @@ def test_a_deadlock_names_the_stuck_tasks():
     schedule = make(tasks, [(), (), (0,), (1,)], [Lane("a", "gpu0", (3, 0)), Lane("b", "gpu1", (2, 1))])
     with pytest.raises(ScheduleError, match=r"deadlocks at 0 s: a is stuck at F\(layer 3.*waits for F\(layer 1"):
         schedule.simulate()
+
+
+def test_communication_that_burdens_the_device_slows_what_it_runs_beside():
+    """Two layers of one second each; the message of the second takes two, and half of the device."""
+    costs = Costs(tuple(LayerCost(f"{i}", 1.0, 1.0, 1.0, 0.0, parameter_bytes=20 * i) for i in range(2)))
+
+    def step(device_seconds):
+        graph = data_parallel(costs, replicas=2, link=Link(10.0, device_seconds=device_seconds), next_forward=False)
+        return plan(graph, policy="ddp", bucket_bytes=0).simulate().makespan
+
+    assert step(0.0) == 6.0
+    assert step(0.05) == 7.0

@@ -132,26 +132,32 @@ class StepWatch:
 
 
 def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
-    """What averaging over a group takes per message and per byte, the same on all ranks."""
+    """What averaging over a group takes per message and per byte, the same on all ranks.
+
+    On a CPU also what it takes of the cores that compute.
+    """
     ranks = dist.get_world_size(group)
     wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
-    def seconds(elements: int) -> float:
+    def seconds(elements: int) -> tuple[float, float]:
         message = torch.zeros(elements, device=device)
-        spent = []
+        spent, of_cores = [], []
         for _ in range(_REPEATS + 1):
             wait()
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             dist.all_reduce(message, group=group)
             wait()
             spent.append(time.perf_counter() - began)
-        return median(spent[1:])
+            of_cores.append(time.process_time() - busy)
+        return median(spent[1:]), median(of_cores[1:])
 
-    small, large = seconds(_SMALL), seconds(_LARGE)
-    times = torch.tensor([small, large], dtype=torch.float64, device=device)
+    (small, small_busy), (large, large_busy) = seconds(_SMALL), seconds(_LARGE)
+    busy = large_busy - small_busy if device.type == "cpu" else 0.0
+    times = torch.tensor([small, large, busy], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
-    small, large = times.tolist()
-    per_byte = max(large - small, 1e-9) / (4 * (_LARGE - _SMALL))
+    small, large, busy = times.tolist()
+    size = 4 * (_LARGE - _SMALL)
+    per_byte = max(large - small, 1e-9) / size
     unit = Link(1.0, 0.0).all_reduce_seconds(1, ranks)
     depth = Link(math.inf, 1.0).all_reduce_seconds(0, ranks)
-    return Link(unit / per_byte, max(small - 4 * _SMALL * per_byte, 0.0) / depth)
+    return Link(unit / per_byte, max(small - 4 * _SMALL * per_byte, 0.0) / depth, max(busy, 0.0) / size)

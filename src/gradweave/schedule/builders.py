@@ -6,7 +6,7 @@ from gradweave.errors import ArgumentError
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.graph import Family, TaskGraph
 from gradweave.schedule.links import Cluster, Link
-from gradweave.schedule.tasks import Buffer, Kind, Task
+from gradweave.schedule.tasks import Buffer, Demand, Kind, Task
 
 DEVICE = "gpu0"
 LINK = "link"
@@ -162,7 +162,10 @@ class _Builder:
             size = self.costs.layers[layer].parameter_bytes
             seconds = self.cluster.link.all_reduce_seconds(size, self.cluster.devices)
             added[layer] = self._add(
-                Task(Kind.C, layer, seconds, LINK, 0, step, payload=size),
+                Task(Kind.C, layer, seconds, LINK, 0, step, demand=self._demand(size), payload=size),
                 tuple(backward[layer][1] for backward in backwards),
             )
         return [added[layer] for layer in range(len(added))]
+
+    def _demand(self, size: int) -> Demand:
+        return self.cluster.link.all_reduce_demand(size, self.cluster.devices)

@@ -123,6 +123,11 @@ class TaskGraph:
         """Names of the devices that compute, in order of first use."""
         return tuple(dict.fromkeys(task.resource for task in self.tasks if task.kind is not Kind.C))
 
+    @property
+    def burdens_its_device(self) -> bool:
+        """Whether communication takes something of the one device that stands for all."""
+        return self.family is Family.DATA_PARALLEL and self.cluster.link.device_seconds > 0
+
     @cached_property
     def critical_path(self) -> float:
         """Seconds along the longest chain of dependencies: no schedule is faster."""

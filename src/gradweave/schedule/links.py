@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 
 from gradweave.errors import ArgumentError
+from gradweave.schedule.tasks import Demand
 
 _LINK = re.compile(r"(?P<rate>[\d.]+(?:e[+-]?\d+)?)\s*(?P<unit>[kMGT]?i?)(?P<what>bit|B|b)/s", re.ASCII)
 _LATENCY = re.compile(r"(?P<time>[\d.]+(?:e[+-]?\d+)?)\s*(?P<unit>s|ms|us|ns)", re.ASCII)
@@ -20,16 +21,25 @@ class Link:
 
     A message occupies the link for its latency too, so that many small messages cost more
     than one large one, as they do on real networks.
+
+    Attributes:
+        bandwidth: Bytes per second.
+        latency: Seconds per message.
+        device_seconds: That the averaging of a byte takes of the device itself, which then has less left
+            for what it computes: on a CPU, messages are sent and summed up by the same cores.
     """
 
     bandwidth: float = math.inf
     latency: float = 0.0
+    device_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0:
             raise ArgumentError("bandwidth", self.bandwidth, "give a positive number of bytes per second")
         if not 0 <= self.latency < math.inf:
             raise ArgumentError("latency", self.latency, "give seconds, zero or more")
+        if not 0 <= self.device_seconds < math.inf:
+            raise ArgumentError("device_seconds", self.device_seconds, "give seconds per byte, zero or more")
 
     @property
     def free(self) -> bool:
@@ -49,6 +59,12 @@ class Link:
         if ranks < 2:
             return 0.0
         return 2 * math.ceil(math.log2(ranks)) * self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
+
+    def all_reduce_demand(self, size: int, ranks: int) -> Demand:
+        """Shares of the device that an all-reduce takes while it lasts."""
+        seconds = self.all_reduce_seconds(size, ranks)
+        share = min(1.0, self.device_seconds * size / seconds) if seconds else 0.0
+        return Demand(share, share)
 
     @staticmethod
     def parse(text: str) -> Link:

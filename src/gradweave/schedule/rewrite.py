@@ -120,7 +120,10 @@ def bucket(graph: TaskGraph, order: Sequence[int], bucket_bytes: int) -> TaskGra
         if len(together) == len(members[number]):
             size = sum(graph.tasks[member].payload for member in together)
             seconds = cluster.link.all_reduce_seconds(size, cluster.devices)
-            merged = replace(task, layer=min(members[number]), layers=len(together), payload=size, seconds=seconds)
+            merged = replace(
+                task, layer=min(members[number]), layers=len(together), payload=size, seconds=seconds,
+                demand=cluster.link.all_reduce_demand(size, cluster.devices),
+            )  # fmt: skip
             for member in together:
                 moved[member] = len(tasks)
             tasks.append(merged)

@@ -124,8 +124,9 @@ class _Simulation:
         self.queue_of: list[_Queue] = [None] * count  # type: ignore[list-item]
         self.place = [0] * count
         streams: dict[str, list[_Queue]] = {}
+        burdened = self.graph.devices[0] if self.graph.burdens_its_device else None
         for queue in self.queues:
-            streams.setdefault(queue.lane.resource, []).append(queue)
+            streams.setdefault(burdened or queue.lane.resource, []).append(queue)
             for place, task in enumerate(queue.lane.tasks):
                 self.queue_of[task] = queue
                 self.place[task] = place
