@@ -121,7 +121,8 @@ def measure(name: str, ratio: float, rounds: int) -> list[dict[str, object]]:
                 "predicted_ms": f"{1e3 * foreseen:.2f}", "predicted_speedup": f"{predicted['ddp'] / foreseen:.4f}",
                 "k": last[variant][0].get("k", ""), "compute_ms": f"{1e3 * compute:.2f}", "megabits": f"{megabits:.2f}",
                 "measured_megabits": f"{predicted['measured_megabits']:.2f}", "bytes": size, "ranks": ways,
-                "latency_us": f"{1e6 * predicted['latency']:.0f}", "device_ns_per_byte": f"{predicted['device_ns_per_byte']:.3f}",
+                "latency_us": f"{1e6 * predicted['latency']:.0f}",
+                "device_ns_per_byte": f"{predicted['device_ns_per_byte']:.3f}",
                 "bucket_bytes": bucket_bytes, "chosen": last[variant][0].get("explained", ""),
                 **environment(torch.device("cpu")),
             }

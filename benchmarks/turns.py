@@ -72,18 +72,18 @@ def serve(make: Callable[[], Callable[[Any], Any]], batches: Callable[[], Sequen
     given = batches()
     call = make()
     wait: Callable[[], Any] = getattr(call, "wait", torch.cuda.synchronize if on_gpu else lambda: None)
-    losses = [float(call(given[0]))]
-    eager_peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    losses += [float(call(given[i % len(given)])) for i in range(1, CHECKED_STEPS)]
+    losses, peaks = [], []
+    for index in range(CHECKED_STEPS):
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        losses.append(float(call(given[index % len(given)])))
+        peaks.append(torch.cuda.max_memory_allocated() if on_gpu else 0)
     wait()
-    ready = {"losses": losses, "seconds": time.perf_counter() - began}
-    peaks = {"first_step_peak": eager_peak, "peak": torch.cuda.max_memory_allocated() if on_gpu else 0, "reserved": 0}
+    seconds = time.perf_counter() - began
     if on_gpu:
         torch.cuda.empty_cache()
-        peaks["reserved"] = torch.cuda.memory_reserved()
-    print(json.dumps({**ready, **peaks}), file=answers)
+    kept = torch.cuda.memory_reserved() if on_gpu else 0
+    print(json.dumps({"losses": losses, "seconds": seconds, "peaks": peaks, "kept": kept}), file=answers)
     for _ in sys.stdin:
         wait()
         began = time.perf_counter()
@@ -94,7 +94,12 @@ def serve(make: Callable[[], Callable[[Any], Any]], batches: Callable[[], Sequen
 
 
 class Measured:
-    """What rounds of turns gave of one variant."""
+    """What rounds of turns gave of one variant.
+
+    Attributes:
+        ready: What it said when it was ready: ``losses``, ``seconds`` until then, ``peaks`` (bytes that torch had
+            given out, of each of these steps) and ``kept`` (bytes that torch keeps between steps).
+    """
 
     def __init__(self, milliseconds: list[float], ready: dict[str, Any], baseline: list[float], losses: list[float]):
         self.low, self.middle, self.high = percentiles(milliseconds)

@@ -87,7 +87,7 @@ def test_gradient_scaling_with_infinities(form):
 
 
 def slow_side(fusion):
-    """Keeps the second stream busy, so that what is launched on it runs much later than what follows on the main one."""
+    """Keeps the second stream busy, so that what is launched on it runs much later than what follows elsewhere."""
     for side in fusion._engine._sides.values():
         with torch.cuda.stream(side):
             torch.cuda._sleep(20_000_000)

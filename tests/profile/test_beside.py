@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import gradweave
 from gradweave.profile import measure_costs
-from gradweave.profile.beside import UPDATE, Calls, feasible_pairs, share_out
+from gradweave.profile.beside import UPDATE, Calls, feasible_pairs, scale, share_out
 from gradweave.profile.measure import capturable_update
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.tasks import Kind
@@ -87,6 +87,15 @@ def test_layers_get_the_shares_of_their_group(tmp_path):
     graph = gradweave.schedule.single(costs)
     times = {name: gradweave.plan(graph, policy=name).simulate().step_time for name in ("in_order", "joint")}
     assert times["joint"] < times["in_order"]
+
+
+def test_costs_sum_up_to_what_groups_take():
+    groups = [range(2), range(2, 4)]
+    costs = scale(Costs.uniform(4), groups, {(Kind.F, 0): 5.0, (Kind.W, 1): 1.0, UPDATE: 8.0})
+    assert [layer.forward for layer in costs.layers] == [2.5, 2.5, 1.0, 1.0]
+    assert [layer.weight_grad for layer in costs.layers] == [1.0, 1.0, 0.5, 0.5]
+    assert [layer.update for layer in costs.layers] == [0.0] * 4
+    assert [layer.input_grad for layer in costs.layers] == [1.0] * 4
 
 
 def test_a_cpu_gives_a_task_the_whole_device():

@@ -5,7 +5,20 @@ from hypothesis import given
 
 from gradweave.errors import ScheduleError
 from gradweave.schedule import (
-    Buffer, Costs, Demand, Discipline, Family, Kind, Lane, LayerCost, Link, Schedule, Task, TaskGraph, data_parallel, plan,
+    Buffer,
+    Costs,
+    Demand,
+    Discipline,
+    Family,
+    Kind,
+    Lane,
+    LayerCost,
+    Link,
+    Schedule,
+    Task,
+    TaskGraph,
+    data_parallel,
+    plan,
 )
 from reference.ticking_simulator import simulate_by_ticks
 from schedule.strategies import schedules

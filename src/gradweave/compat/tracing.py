@@ -135,7 +135,7 @@ def rematerialize(
 
     table = None
     if decompose:
-        import torch._inductor.lowering  # noqa: F401  (torch 2.11: its decomposition of max_pool2d takes it for imported)
+        import torch._inductor.lowering
         from torch._inductor.decomposition import select_decomp_table
 
         table = select_decomp_table()

@@ -19,8 +19,10 @@ from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.links import Link
 from gradweave.split.queue import Task
 
-_SMALL, _LARGE, _REPEATS = 1 << 10, 1 << 20, 3
-"""Elements of the messages that a link is measured with, and how often."""
+_SMALL, _LARGE = 1 << 10, 1 << 20
+"""Elements of the messages that a link is measured with."""
+_SMALL_REPEATS, _LARGE_REPEATS = 20, 3
+"""How often: what delays a message now and then must not count, and small ones are soon sent."""
 
 
 class _Moments:
@@ -139,10 +141,10 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     ranks = dist.get_world_size(group)
     wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
-    def seconds(elements: int) -> tuple[float, float]:
+    def seconds(elements: int, repeats: int) -> tuple[float, float]:
         message = torch.zeros(elements, device=device)
         spent, of_cores = [], []
-        for _ in range(_REPEATS + 1):
+        for _ in range(repeats + 1):
             wait()
             began, busy = time.perf_counter(), time.process_time()
             dist.all_reduce(message, group=group)
@@ -151,7 +153,7 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
             of_cores.append(time.process_time() - busy)
         return median(spent[1:]), median(of_cores[1:])
 
-    (small, small_busy), (large, large_busy) = seconds(_SMALL), seconds(_LARGE)
+    (small, small_busy), (large, large_busy) = seconds(_SMALL, _SMALL_REPEATS), seconds(_LARGE, _LARGE_REPEATS)
     busy = large_busy - small_busy if device.type == "cpu" else 0.0
     times = torch.tensor([small, large, busy], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)

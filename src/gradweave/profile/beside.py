@@ -20,8 +20,10 @@ from gradweave.schedule.tasks import Demand, Kind
 
 MOST_GROUPS = 6
 """Groups of layers that are measured together: the pairs of them take a few seconds."""
-_LEAST_SECONDS = 1e-3
+_LEAST_SECONDS = 2e-3
 """For which a group is repeated: what two streams share is not seen in less than their launches take."""
+_LEAST_OF_A_TASK = 2e-4
+_MOST_REPEATS = 40
 _TURNS = 5
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -47,6 +49,17 @@ class Calls:
         with EveryCall(lambda *call: kept.append(call)):
             yield
 
+    def seconds(self, device: torch.device, progress: Callable[[float], None]) -> dict[tuple[Kind, int], float]:
+        """Of every task alone, replayed many times over in one CUDA graph: its work, and no launches from the host."""
+        with torch.no_grad(), torch.cuda.device(device):
+            stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            found = {}
+            for number, (kind, layer) in enumerate(list(self.of)):
+                progress(number / len(self.of))
+                run = partial(self.run, kind, [layer])
+                found[kind, layer] = _Repeated(run, stream, least=_LEAST_OF_A_TASK, pool=pool)
+        return {task: graph.seconds_of_one for task, graph in found.items()}
+
     def run(self, kind: Kind, layers: Sequence[int]) -> None:
         """Does the operations of some layers again, in the order of backward or forward."""
         for layer in layers if kind is Kind.F else reversed(layers):
@@ -62,6 +75,9 @@ def with_shares(
     progress: Callable[[str, float], None] = lambda *_: None,
 ) -> Costs:
     """Costs with the shares of the device that tasks take, from how groups of layers run beside each other.
+
+    Layers of a group also run one after the other as they do in a step, where they do not find what they read in
+    the caches: costs are scaled to what that takes.
 
     A weight gradient is tried beside the input gradients of its own group and of those below, and beside
     the next forward of the groups below; the update of all layers beside all of these. What is not tried
@@ -86,6 +102,7 @@ def with_shares(
         }
         if update is not None:
             graphs[UPDATE] = _Repeated(update, side)
+        costs = scale(costs, groups, {part: graph.seconds_of_one for part, graph in graphs.items()})
         pairs = feasible_pairs(list(graphs))
         slowdowns = {}
         for number, (one, other) in enumerate(pairs):
@@ -107,6 +124,18 @@ def feasible_pairs(parts: Sequence[Part]) -> list[tuple[Part, Part]]:
         or (one[0] is Kind.W and other[0] is Kind.X and other[1] <= one[1])
         or (one[0] is Kind.W and other[0] is Kind.F and other[1] < one[1])
     ]
+
+
+def scale(costs: Costs, groups: Sequence[range], together: dict[Part, float]) -> Costs:
+    """Costs that sum up to what groups of layers, and the update of all of them, were measured to take together."""
+    layers = list(costs.layers)
+    for (kind, number), seconds in together.items():
+        field = {Kind.F: "forward", Kind.X: "input_grad", Kind.W: "weight_grad", Kind.U: "update"}[kind]
+        members = range(len(layers)) if kind is Kind.U else groups[number]
+        apart = sum(getattr(layers[layer], field) for layer in members)
+        for layer in members if apart else ():
+            layers[layer] = replace(layers[layer], **{field: getattr(layers[layer], field) * seconds / apart})
+    return replace(costs, layers=tuple(layers))
 
 
 def share_out(costs: Costs, groups: Sequence[range], slowdowns: dict[tuple[Part, Part], float]) -> Costs:
@@ -131,32 +160,36 @@ def share_out(costs: Costs, groups: Sequence[range], slowdowns: dict[tuple[Part,
 
 
 class _Repeated:
-    """Operations as a CUDA graph that is replayed until it has taken a while.
+    """Operations, repeated until they take a while, as one CUDA graph.
 
-    What is to run beside each other must be captured on different streams: matrix products of one stream
-    share a workspace.
+    What is to run beside each other must be captured on different streams, since matrix products of one stream
+    share a workspace, and without a ``pool``, so that neither writes to what the other uses.
 
     Attributes:
         seconds: Of all repeats, alone.
+        seconds_of_one: Of one of them.
     """
 
-    def __init__(self, run: Callable[[], None], stream: torch.cuda.Stream) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        self._repeats = 1
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # operations that are views only
-            with torch.cuda.graph(self._graph, stream=stream):
-                run()
-        self.replay()
-        once = self._time()
-        self._repeats = max(1, min(1000, round(_LEAST_SECONDS / max(once, 1e-6))))
+    def __init__(
+        self,
+        run: Callable[[], None],
+        stream: torch.cuda.Stream,
+        *,
+        least: float = _LEAST_SECONDS,
+        pool: Any = None,
+    ) -> None:
+        self._graph = _captured(run, stream, 1, pool)
+        repeats = max(1, min(_MOST_REPEATS, round(least / max(self._time(), 1e-6))))
+        if repeats > 1:
+            self._graph = _captured(run, stream, repeats, pool)
         self.seconds = self._time()
+        self.seconds_of_one = self.seconds / repeats
 
     def replay(self) -> None:
-        for _ in range(self._repeats):
-            self._graph.replay()
+        self._graph.replay()
 
     def _time(self) -> float:
+        self.replay()
         spent: list[float] = []
         for _ in range(_TURNS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -167,6 +200,21 @@ class _Repeated:
             end.synchronize()
             spent.append(begin.elapsed_time(end) / 1e3)
         return median(spent)
+
+
+def _captured(run: Callable[[], None], stream: torch.cuda.Stream, repeats: int, pool: Any) -> torch.cuda.CUDAGraph:
+    """A graph of repeated operations; unlike ``torch.cuda.graph`` it leaves the allocator's cache as it is."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # operations that are views only
+        graph.capture_begin(pool=pool)
+        try:
+            for _ in range(repeats):
+                run()
+        finally:
+            graph.capture_end()
+    return graph
 
 
 def _beside(one: _Repeated, other: _Repeated) -> float:

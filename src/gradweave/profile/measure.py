@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +19,11 @@ from gradweave.errors import ArgumentError
 from gradweave.profile.beside import Calls, with_shares
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
-from gradweave.whole_step import compile
+from gradweave.whole_step.step import Step, compile
 
 ROUNDS = 3
-REPLAYS = 5
+_UPDATES = 5
+"""In a row, so that launching them is not what is measured."""
 Progress = Callable[[str, float], None]
 
 
@@ -38,18 +38,19 @@ def measure_costs(
 ) -> Costs:
     """Measures a training step task by task; model and optimizer stay as they are.
 
-    A copy of both takes the steps, one operation after the other. On a GPU the operations of a task are
-    captured and replayed, so that what is measured is their work and not their launches. The update is
-    the optimizer's own, all at once, and shared out by the size of the weights. There it is also measured
-    how weight gradients run beside forward and backward, by groups of layers: the shares of the device that
-    tasks take (``weight_grad_demand`` and the like) come from that. On a CPU a task has all of it.
+    A copy of both takes the steps, one operation after the other. On a GPU the operations of each task are
+    kept, captured and replayed, so that what is measured is their work and not their launches: everything that
+    a step computes is in memory at once meanwhile. The update is the optimizer's own, all at once, and shared
+    out by the size of the weights. There it is also measured how weight gradients run beside forward and
+    backward, by groups of layers: the shares of the device that tasks take (``weight_grad_demand`` and the
+    like) come from that. On a CPU a task has all of it.
 
     Args:
         model: What is trained.
         loss_fn: Called as ``loss_fn(model, *batch)``.
         optimizer: Whose update is measured.
         batch: Of the size that will be trained with.
-        rounds: Steps of which the median is taken.
+        rounds: Steps of which the median is taken; on a GPU one does.
         progress: Told what is going on, and the share that is done.
     """
     if rounds < 1:
@@ -76,28 +77,19 @@ def _measure(
     progress("warming up", 0.0)
     with sizes:
         step(*batch)
-    step.record(_Timing().task)
-    step(*batch)  # not captured: libraries try out their kernels, which a capture forbids
-    watch: _Watch = _Replaying() if device.type == "cuda" else _Timing()
-    seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-    for number in range(rounds):
-        watch.reset()
-        step.record(watch.task)
-        step(*batch)
-        for task, spent in watch.seconds.items():
-            seconds[task].append(spent)
-        progress(f"round {number + 1} of {rounds}", (number + 1) / rounds * (0.5 if device.type == "cuda" else 1.0))
     calls = Calls()
     if device.type == "cuda":
-        watch.reset()
         step.record(calls.task)
         step(*batch)
+        seconds = calls.seconds(device, lambda done: progress("tasks alone", done / 2))
+    else:
+        seconds = _time_steps(step, batch, rounds, progress)
     step.record(None)
     update = _time_updates(optimizer, device, rounds)
     everything = sum(sizes.of(name)[2] for name in step.recorded_layers)
     layers = []
     for number, name in enumerate(step.recorded_layers):
-        forward, input_grad, weight_grad = (median(seconds[kind, number] or [0.0]) for kind in (Kind.F, Kind.X, Kind.W))
+        forward, input_grad, weight_grad = (seconds.get((kind, number), 0.0) for kind in (Kind.F, Kind.X, Kind.W))
         given, made, weights = sizes.of(name)
         own = update * weights / max(everything, 1)
         named = name or type(model).__name__
@@ -111,6 +103,19 @@ def _measure(
     return costs
 
 
+def _time_steps(step: Step, batch: Sequence[Any], rounds: int, progress: Progress) -> dict[tuple[Kind, int], float]:
+    """Seconds of each task: medians of some steps, behind one that is not counted."""
+    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for number in range(rounds + 1):
+        timing = _Timing()
+        step.record(timing.task)
+        step(*batch)
+        for task, spent in timing.seconds.items() if number else ():
+            found[task].append(spent)
+        progress(f"round {number} of {rounds}", number / rounds)
+    return {task: median(spent) for task, spent in found.items()}
+
+
 def _time_updates(optimizer: Optimizer, device: torch.device, rounds: int) -> float:
     """Seconds of the optimizer's own step, in the form it has (plain, multi-tensor or fused)."""
     for group in optimizer.param_groups:
@@ -120,10 +125,10 @@ def _time_updates(optimizer: Optimizer, device: torch.device, rounds: int) -> fl
     for _ in range(rounds + 1):
         _synchronize(device)
         began = time.perf_counter()
-        for _ in range(REPLAYS):
+        for _ in range(_UPDATES):
             optimizer.step()
         _synchronize(device)
-        spent.append((time.perf_counter() - began) / REPLAYS)
+        spent.append((time.perf_counter() - began) / _UPDATES)
     return median(spent[1:])
 
 
@@ -149,26 +154,10 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Watch(Protocol):
-    """Sums up the seconds of each task of a step."""
-
-    seconds: dict[tuple[Kind, int], float]
-
-    def reset(self) -> None:
-        """Begins a step."""
-
-    def task(self, kind: Kind, layer: int) -> Any:
-        """Context in which operations of a task run."""
-
-
 class _Timing:
-    """On the host's clock: for the CPU, which runs what it is given at once."""
+    """Sums up the seconds of each task on the host's clock: for the CPU, which runs what it is given at once."""
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begins a step."""
         self.seconds: dict[tuple[Kind, int], float] = defaultdict(float)
 
     @contextmanager
@@ -177,50 +166,6 @@ class _Timing:
         began = time.perf_counter()
         yield
         self.seconds[kind, layer] += time.perf_counter() - began
-
-
-class _Replaying:
-    """As replays of a CUDA graph, one for each run of operations.
-
-    The first replay does the work that a capture only records; further ones are measured. They do it
-    again, which for a copy that is thrown away does no harm. Updates are measured elsewhere, and may read
-    step counts on the host, which a capture does not allow.
-    """
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self.reset()
-
-    def reset(self) -> None:
-        """Begins a step: its graphs share memory, and live as long as it lasts."""
-        self.seconds: dict[tuple[Kind, int], float] = defaultdict(float)
-        self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._pool = torch.cuda.graph_pool_handle()
-
-    @contextmanager
-    def task(self, kind: Kind, layer: int) -> Iterator[None]:
-        """Captures what is given inside, then runs and measures it."""
-        if kind is Kind.U:
-            yield
-            return
-        graph = torch.cuda.CUDAGraph()
-        self._graphs.append(graph)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # operations that are views only
-            graph.capture_begin(pool=self._pool)
-            try:
-                yield
-            finally:
-                graph.capture_end()
-        graph.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(REPLAYS):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        self.seconds[kind, layer] += begin.elapsed_time(end) / REPLAYS / 1e3
 
 
 class _Sizes:
