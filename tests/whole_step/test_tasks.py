@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from gradweave.schedule.tasks import Kind
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
+from gradweave.whole_step.passes import split_convolutions
 from gradweave.whole_step.tasks import tasks_of
 from gradweave.whole_step.trace import Clipping, Objective, Recipe, trace_step
 
@@ -87,3 +88,24 @@ def test_tied_weights_are_one_layer_and_their_gradients_are_x_where_both_uses_wa
     products = [tuple(places[n]) for n in step.graph.graph.nodes if n.target is aten.mm.default]
     assert products[:3] == [(Kind.F, 0), (Kind.F, 1), (Kind.F, 1)]
     assert sorted(products[3:]) == sorted([(Kind.W, 0), (Kind.X, 0), (Kind.W, 1), (Kind.X, 1), (Kind.W, 0)])
+
+
+def test_convolutions_have_both_tasks_once_they_are_split():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3, bias=False), nn.Flatten())
+    x, y = torch.randn(2, 2, 9, 9), torch.randn(2, 18)
+    step = traced(model, x, y)
+
+    def taken():
+        """Outputs, and weights and state as the step leaves them."""
+        inputs = [value.detach().clone() for value in (*step.optimizer.params, x, y)]
+        state = [value.clone() for value in step.optimizer.state()]
+        return [*step.graph(inputs, state, list(step.optimizer.numbers())), *inputs, *state]
+
+    expected = taken()
+    split_convolutions(step.graph)
+    found = [n for n in step.graph.graph.nodes if n.target is aten.convolution_backward.default]
+    places = tasks_of(step, model).places
+    tasks = [tuple(places[node]) for node in found]
+    assert tasks == [(Kind.W, 2), (Kind.X, 2), (Kind.W, 1), (Kind.X, 1), (Kind.W, 0)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, taken(), strict=True))

@@ -12,7 +12,7 @@ from gradweave.compat.tracing import compile_with_inductor
 from gradweave.fusion.stepping import mark_written
 from gradweave.whole_step.combining import small_kernels
 from gradweave.whole_step.packing import SharedState
-from gradweave.whole_step.passes import take_out_counters, updates_at_their_gradients
+from gradweave.whole_step.passes import split_convolutions, take_out_counters, updates_at_their_gradients
 from gradweave.whole_step.scalars import split_scalars
 from gradweave.whole_step.trace import TracedStep
 
@@ -32,11 +32,13 @@ class Runnable(Protocol):
 class Replay:
     """The traced operations one after the other: bit for bit what the eager step computes.
 
-    Updates are done as soon as they can, so that gradients need not all be there at once.
+    Updates are done as soon as they can, so that gradients need not all be there at once. Every operation of
+    backward is for an input or for weights, so that their tasks can be told apart.
     """
 
     def __init__(self, traced: TracedStep) -> None:
         self._traced = traced
+        split_convolutions(traced.graph)
         updates_at_their_gradients(traced.graph)
 
     def valid(self) -> bool:

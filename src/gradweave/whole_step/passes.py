@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import getitem
 from typing import Any
 
 import torch
@@ -44,6 +45,29 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
         if node in update and earliest[node] < place[node]:
             nodes[earliest[node]].append(node)
     graph.graph.lint()
+    graph.recompile()
+
+
+def split_convolutions(graph: GraphModule) -> None:
+    """Makes two operations of a convolution's backward: one for its input, and one for its weight and bias.
+
+    Only the first is what the layer below waits for.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target is not torch.ops.aten.convolution_backward.default or node.kwargs:
+            continue
+        *arguments, (wants_input, wants_weight, wants_bias) = node.args
+        if not (wants_input and (wants_weight or wants_bias)) or any(user.target is not getitem for user in node.users):
+            continue
+        with graph.graph.inserting_before(node):
+            of_weight, of_input = (
+                graph.graph.call_function(node.target, (*arguments, mask))
+                for mask in ([False, wants_weight, wants_bias], [True, False, False])
+            )
+        of_weight.meta, of_input.meta = dict(node.meta), dict(node.meta)
+        for user in list(node.users):
+            user.replace_input_with(node, of_input if user.args[1] == 0 else of_weight)
+        graph.graph.erase_node(node)
     graph.recompile()
 
 
