@@ -107,8 +107,11 @@ def read(path: Path) -> list[dict[str, str]]:
 def append(path: Path, rows: list[dict[str, object]]) -> None:
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
+    fields = fields_of(rows)
+    if not is_new and fields != next(csv.reader(path.open(newline="")), None):
+        raise SystemExit(f"{path} has other columns: give another file")
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fields_of(rows))
+        writer = csv.DictWriter(file, fields)
         if is_new:
             writer.writeheader()
         writer.writerows(rows)
