@@ -9,7 +9,7 @@ following have, captured on one stream: between it and them only the schedule di
 ``joint`` and ``joint_bounded`` (with a bound of bytes) are captured too. A graph cannot leave work to the next, so
 ``cross_step`` has four steps in each graph, and weight gradients cross three borders of four; ``forward`` is the same
 with the layers split on one stream: forward-fusion alone. Their peak of memory is that of eager steps. ``compile`` is
-``gradweave.compile``.
+``gradweave.compile``, ``compile_costs`` the same with ``costs``: on two streams where they say that it pays.
 
 The costs that ``joint`` and ``cross_step`` plan by are measured first, one workload at a time, and kept beside
 the results; what a schedule predicts from them is in the table beside what was measured. Then all variants of some
@@ -58,7 +58,7 @@ from gradweave.zoo import GPT
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BASELINE = "split"
 SPLIT = ("eager", "captured", "split", "side_stream", "joint", "joint_bounded", "forward", "cross_step")
-ALL = (*SPLIT, "compile")
+ALL = (*SPLIT, "compile", "compile_costs")
 POLICY_OF = {
     "captured": "in_order", "split": "in_order", "side_stream": "side_stream", "joint": "joint",
     "joint_bounded": "joint", "forward": "forward_fusion", "cross_step": "cross_step",
@@ -172,8 +172,9 @@ def make_variant(name: str, case: Case, folder: Path) -> Noted:
     """A function that takes one training step."""
     model = case.model().train()
     path = note_path(folder, case, name)
-    if name == "compile":
-        step = gradweave.compile(model, loss_of, make_optimizer(case.optimizer, model))
+    if name.startswith("compile"):
+        costs = costs_of(case, folder) if name == "compile_costs" else None
+        step = gradweave.compile(model, loss_of, make_optimizer(case.optimizer, model), costs=costs)
         return Noted(lambda batch: step(*batch), None, path)
     in_graph = name != "eager" and DEVICE.type == "cuda"
     optimizer = make_optimizer(case.optimizer, model, fused=True, capturable=in_graph)

@@ -42,7 +42,7 @@ def test_json_is_one_object_with_a_result_per_policy(gradweave):
 @pytest.mark.parametrize(
     ("scenario", "policies"),
     [
-        ("single", 6),
+        ("single", 7),
         ("data-parallel", 4),
         ("pipeline", 6),
         ("daso", 2),

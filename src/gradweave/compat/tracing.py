@@ -135,7 +135,7 @@ def rematerialize(
 
     table = None
     if decompose:
-        import torch._inductor.lowering
+        from torch._inductor import lowering  # noqa: F401  (torch 2.11: max_pool2d's decomposition takes it for imported)
         from torch._inductor.decomposition import select_decomp_table
 
         table = select_decomp_table()

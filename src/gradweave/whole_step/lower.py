@@ -7,12 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
+from gradweave.announce import announce
 from gradweave.compat.eager import add_one
 from gradweave.compat.tracing import compile_with_inductor
 from gradweave.fusion.stepping import mark_written
 from gradweave.whole_step.combining import small_kernels
 from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.passes import split_convolutions, take_out_counters, updates_at_their_gradients
+from gradweave.whole_step.regions import OnTwoStreams, cut
 from gradweave.whole_step.scalars import split_scalars
 from gradweave.whole_step.trace import TracedStep
 
@@ -53,9 +55,19 @@ class Replay:
 
 
 class Compiled:
-    """The step as Inductor compiles it, and a small program for its scalars that runs first."""
+    """The step as Inductor compiles it, and a small program for its scalars that runs first.
 
-    def __init__(self, traced: TracedStep, shared: SharedState, inputs: Sequence[torch.Tensor]) -> None:
+    Args:
+        traced: The step.
+        shared: What it has in common with steps of other shapes.
+        inputs: Examples.
+        upper: The layer from which on weight gradients and updates run on a second stream; None for one stream.
+            The traced operations know their places then.
+    """
+
+    def __init__(
+        self, traced: TracedStep, shared: SharedState, inputs: Sequence[torch.Tensor], *, upper: int | None = None
+    ) -> None:
         self._optimizer = traced.optimizer
         self._can_skip = traced.can_skip
         self._shared = shared
@@ -78,7 +90,7 @@ class Compiled:
         self._state = [state[slot] for slot in self._main_state]
         self._counters = take_out_counters(split.main, traced.inputs)
         scalars = [examples[index] for index in self._main_scalars]
-        self._main = compile_with_inductor(split.main, [*inputs, *self._state, *scalars], small_kernels)
+        self._main = _compiled(split.main, [*inputs, *self._state, *scalars], upper)
 
     def valid(self) -> bool:
         """Whether the optimizer's state is what this was made for; other tensors of its kind are taken over."""
@@ -122,6 +134,18 @@ class Compiled:
         """Tells autograd of changed weights, and our own book-keeping of changed counts."""
         mark_written(self._optimizer.params)
         self._counts.note_written()
+
+
+def _compiled(main: torch.fx.GraphModule, examples: list[torch.Tensor], upper: int | None) -> Callable[..., Any]:
+    """The graph in one piece, or in pieces on two streams."""
+
+    def lower(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        return compile_with_inductor(graph, inputs, small_kernels)
+
+    parts = None if upper is None else cut(main, upper)
+    if upper is not None and parts is None:
+        announce("compile: one stream, the updates of this step cannot be taken apart from the rest")
+    return lower(main, examples) if parts is None else OnTwoStreams(parts, examples, lower)
 
 
 def _flat(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -20,12 +20,15 @@ from gradweave.compat.tracing import compile_lock
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import same_objects
 from gradweave.fusion.stepping import mark_written
+from gradweave.schedule.costs import Costs
 from gradweave.whole_step.capture import Captured
 from gradweave.whole_step.lower import Compiled, Replay, Runnable
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.packing import SharedState
+from gradweave.whole_step.passes import split_convolutions
 from gradweave.whole_step.recompute import is_checkpointed, with_recomputation
 from gradweave.whole_step.recording import run_marked
+from gradweave.whole_step.regions import note_places, upper_layers
 from gradweave.whole_step.scalars import moved_slots
 from gradweave.whole_step.scaling import Scaling, scaler_inputs
 from gradweave.whole_step.tasks import StepTasks, tasks_of
@@ -44,6 +47,7 @@ class StepOptions:
         lower: ``"inductor"`` or ``"replay"``.
         scaler: That scales the loss, if any does.
         memory_budget: Share of the activations to keep; None for what ``torch.compile`` would keep.
+        costs: By which a second stream is planned, if one is to be.
         capture: Whether to replay a step on a GPU as one CUDA graph.
         report: Told what is going on while a step is made.
     """
@@ -52,6 +56,7 @@ class StepOptions:
     lower: str
     scaler: GradScaler | None
     memory_budget: float | None
+    costs: Costs | None
     capture: bool
     report: Callable[[str], None]
 
@@ -232,11 +237,22 @@ class Program:
             recipe = replace(recipe, unguarded=moved_slots(trial, counts.classes(optimizer)))
         traced = trace_step(objective, optimizer, recipe)
         options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
-        compiled = Compiled(traced, self._shared, inputs)
+        upper = None if options.costs is None or not recipe.update else self._plan(traced, options.costs)
+        compiled = Compiled(traced, self._shared, inputs, upper=upper)
         if options.capture and optimizer.params[0].is_cuda:
             changed = traced.changed_inputs()
             return traced, Captured(compiled, self._fixed(changed, inputs), changed)
         return traced, compiled
+
+    def _plan(self, traced: TracedStep, costs: Costs) -> int | None:
+        """The layer from which on a second stream takes over; notes what each operation is for."""
+        split_convolutions(traced.graph)
+        tasks = tasks_of(traced, self._model)
+        note_places(tasks.places)
+        upper = upper_layers(costs, tasks.layers)
+        what = "one stream, a second would not pay" if upper is None else f"a second stream from layer {upper} on"
+        self._options.report(what)
+        return upper
 
     def _fixed(self, changed: Collection[int], inputs: Sequence[Any]) -> list[int]:
         """The inputs that are the model's own, or changed in place: they must be used where they are."""

@@ -228,6 +228,7 @@ def _main_graph(
             n in moved and is_symbolic(n.meta.get("val")) for n in node.all_input_nodes
         ):
             values[node] = _in_tensor_form(graph, node, known)
+            values[node].meta = {**node.meta, **values[node].meta}
         else:
             values[node] = graph.node_copy(node, known.__getitem__)
     return GraphModule(module, graph), tuple(which)

@@ -20,6 +20,7 @@ from gradweave.compat.tracing import DynamoError, TooManyVariantsError, dynamo_c
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.attach import is_fused
 from gradweave.marks import check_is_module, is_in_daso, is_in_data_parallel, mark_compiled
+from gradweave.schedule.costs import Costs
 from gradweave.split.attach import is_reordered
 from gradweave.whole_step.optimizer_inputs import NoStateError
 from gradweave.whole_step.packing import SharedState
@@ -42,6 +43,7 @@ def compile(
     max_grad_value: float | None = None,
     scaler: GradScaler | None = None,
     memory_budget: float | None = None,
+    costs: Costs | None = None,
     lower: str = "inductor",
     new_shapes: str = "compile",
     variants: int = 8,
@@ -72,6 +74,9 @@ def compile(
         memory_budget: Share of the activations that may be kept for backward, 0 to 1; the others are
             computed anew there. 1, and None, is what ``torch.compile`` does; with ``lower="replay"``,
             None keeps all but those of ``torch.utils.checkpoint``.
+        costs: As :func:`gradweave.profile.measure_costs` gives them. Weight gradients and updates of the upper layers
+            then run on a second stream, beside the backward of the lower ones, where a schedule planned from the
+            costs says that it pays; not with clipping by norm, which needs all gradients first.
         lower: ``"inductor"`` compiles the graph and, on a GPU, replays it as one CUDA graph;
             ``"replay"`` runs the traced operations as they are, bit for bit the eager step.
         new_shapes: What a batch of another shape means, such as a short last one: ``"compile"``
@@ -103,7 +108,7 @@ def compile(
             "scaler", "GradScaler", f"would scale what {type(optimizer).__name__} measures in backward; use bfloat16"
         )
     options = StepOptions(
-        clipping, lower, scaler, memory_budget, capture=True, report=lambda doing: report(f"compile: {doing}")
+        clipping, lower, scaler, memory_budget, costs, capture=True, report=lambda doing: report(f"compile: {doing}")
     )
     return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
 

@@ -12,7 +12,7 @@ from gradweave.schedule.policies.regions import _bounds, make_regions, place_wei
 from schedule.strategies import graphs
 
 HALF = Demand(0.5, 0.5)
-ALL = ("in_order", "backward_fusion", "forward_fusion", "side_stream", "joint", "cross_step")
+ALL = ("in_order", "backward_fusion", "forward_fusion", "side_stream", "joint", "cross_step", "side_region")
 
 
 def layered(count, demand=HALF, **more):
@@ -44,6 +44,7 @@ def test_orders():
     assert order("backward_fusion", costs) == ["F0 F1 W1 X1 U1 W0 X0 U0 F0 F1"]
     assert order("forward_fusion", costs) == ["F0 F1 W1 X1 W0 X0 F0 F1", "U0 U1"]
     assert order("side_stream", costs) == ["F0 F1 X1 X0 U0 U1 F0 F1", "W1 W0"]
+    assert order("side_region", costs) == ["F0 F1 X1 W0 X0 U0 F0 F1", "W1 U1"]
 
 
 def test_backward_fusion_frees_each_gradient_at_once():

@@ -21,6 +21,7 @@ TABLE = {
     "side_stream": {},
     "joint": BUDGET,
     "cross_step": BUDGET,
+    "side_region": {"first": st.integers(0, 9)},
     "ddp": BUCKETS,
     "no_barrier": BUCKETS,
     "reverse_first_k": {"k": st.integers(0, 9), **BUCKETS, **BUDGET},

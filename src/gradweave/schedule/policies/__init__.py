@@ -25,6 +25,7 @@ from gradweave.schedule.policies.no_barrier import no_barrier
 from gradweave.schedule.policies.one_f_one_b import one_f_one_b
 from gradweave.schedule.policies.priority import priority
 from gradweave.schedule.policies.reverse_first_k import reverse_first_k
+from gradweave.schedule.policies.side_region import side_region
 from gradweave.schedule.policies.side_stream import side_stream
 from gradweave.schedule.policies.zb_h1 import zb_h1
 from gradweave.schedule.schedule import Schedule
@@ -66,6 +67,7 @@ POLICIES: dict[str, Policy] = {
         Policy(side_stream, _SINGLE),
         Policy(joint, _SINGLE),
         Policy(cross_step, _SINGLE),
+        Policy(side_region, _SINGLE),
         Policy(ddp, _REPLICAS),
         Policy(no_barrier, _REPLICAS),
         Policy(reverse_first_k, _REPLICAS),

@@ -1,0 +1,156 @@
+"""Cutting a step in pieces, and taking it piece by piece: on a CPU one after the other, on a GPU on two streams."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+import gradweave
+from gradweave.compat.tracing import fake_mode, fake_of, trace_to_graph
+from gradweave.errors import ArgumentError
+from gradweave.schedule.costs import Costs, LayerCost
+from gradweave.schedule.tasks import Demand, Kind
+from gradweave.whole_step import lower, regions
+from gradweave.whole_step.regions import upper_layers
+from gradweave.whole_step.tasks import Place
+from whole_step.models import adamw, batches, loss_fn, make
+
+HALF = Demand(0.5, 0.5)
+
+
+def free_costs(names):
+    """Layers that leave half of the device to others."""
+    demands = {f"{part}_demand": HALF for part in ("forward", "input_grad", "weight_grad", "update")}
+    return Costs(tuple(LayerCost(name, 1.0, 1.0, 1.0, 1.0, **demands) for name in names), name="free")
+
+
+def names_of(model):
+    """Layers in the order in which a step has them."""
+    step = gradweave.compile(model, loss_fn, optim.SGD(model.parameters(), lr=0.0), lower="replay")
+    marks = []
+
+    class Mark:
+        def __init__(self, kind, layer):
+            marks.append((kind, layer))
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *_):
+            pass
+
+    for number, batch in enumerate(batches(3)):
+        step.record(Mark if number == 2 else None)
+        step(*batch)
+    return step.recorded_layers
+
+
+def train(name, monkeypatch, *, upper=None, device="cpu", **options):
+    """Losses and weights, with a second stream from a layer on; and the cuts that were made."""
+    model = make(name).to(device)
+    cuts = []
+    real = regions.cut
+
+    def noted(*given):
+        cuts.append(real(*given))
+        return cuts[-1]
+
+    if upper is not None:
+        monkeypatch.setattr(lower, "cut", noted)
+        monkeypatch.setattr("gradweave.whole_step.program.upper_layers", lambda *_: upper)
+        options["costs"] = free_costs(["unused"])
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), **options)
+    losses = torch.stack([step(*(x.to(device) for x in batch)) for batch in batches(8)])
+    return losses, model, cuts
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutional", "gpt"])
+@pytest.mark.parametrize("upper", [0, 1, 2])
+def test_pieces_take_the_same_steps(name, upper, monkeypatch):
+    losses, model, cuts = train(name, monkeypatch, upper=upper)
+    expected, stock, _ = train(name, monkeypatch)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(model.state_dict().values(), stock.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert len(cuts) == 1
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutional", "gpt"])
+def test_the_pieces_are_the_whole_and_the_side_has_the_upper_layers_weights(name, monkeypatch):
+    _, _, (made,) = train(name, monkeypatch, upper=1)
+    pieces = [made.first, made.side, made.rest]
+    whole = [node.name for node in made.whole.graph.nodes if node.op == "call_function"]
+    inside = [n.name for piece in pieces for n in piece.graph.graph.nodes if n.op == "call_function"]
+    assert set(whole) == set(inside)
+    assert not made.side.outputs
+    own = {n.name for n in made.side.graph.graph.nodes if n.op == "call_function"}
+    places = regions._places([n for n in made.whole.graph.nodes if n.op == "call_function"])
+    inside_first = {n.name for n in made.first.graph.graph.nodes}
+    there = {places[n] for n in places if n.name in own - inside_first}
+    assert {place.kind for place in there} == {Kind.W, Kind.U}
+    assert {place.layer for place in there} == set(range(1, 1 + max(place.layer for place in places.values())))
+
+
+def two_layers(order):
+    """A step by hand: ``below`` reads a weight, or not, that the update of the layer above changes."""
+
+    def step(upper, lower, x):
+        below = lower * x if order == "apart" else lower * x + upper
+        gradient = x * 3
+        upper.sub_(gradient)
+        lower.sub_(below)
+        return [below]
+
+    mode = fake_mode()
+    graph = trace_to_graph(step)(*(fake_of(mode, torch.ones(4)) for _ in range(3)))
+    kinds = {"gradient": Place(Kind.W, 1), "upper": Place(Kind.U, 1), "lower": Place(Kind.U, 0)}
+    written = [n for n in graph.graph.nodes if regions.is_mutable(n)]
+    places = {n: Place(Kind.X, 0) for n in graph.graph.nodes if n.op == "call_function"}
+    places.update(zip(written, (kinds["upper"], kinds["lower"]), strict=True))
+    places[written[0].args[1]] = kinds["gradient"]
+    regions.note_places(places)
+    return graph
+
+
+def test_an_update_stays_behind_what_the_other_piece_reads_of_its_weight():
+    assert regions.cut(two_layers("apart"), 1) is not None
+    assert regions.cut(two_layers("together"), 1) is None
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.1}, {"max_grad_value": 0.01}])
+def test_with_clipping(options, monkeypatch):
+    losses, _, (made,) = train("mlp", monkeypatch, upper=1, **options)
+    expected, _, _ = train("mlp", monkeypatch, **options)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    assert (made is None) == ("max_grad_norm" in options)
+
+
+def test_costs_decide():
+    names = ["a", "b", "c"]
+    assert upper_layers(free_costs(names), names) in (1, 2)
+    assert upper_layers(Costs.uniform(2), ["layer0", "layer1"]) is None
+    with pytest.raises(ArgumentError, match="other"):
+        upper_layers(free_costs(names), ["a", "b"])
+
+
+def test_costs_of_the_model_are_taken_and_those_of_another_are_not():
+    model = make("mlp")
+    names = names_of(model)
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), costs=free_costs(names))
+    losses = [step(*batch).item() for batch in batches(3)]
+    assert all(loss == loss for loss in losses)
+    other = nn.Sequential(nn.Flatten(), nn.Linear(48, 5))
+    step = gradweave.compile(other, loss_fn, adamw(other.parameters()), costs=free_costs(names))
+    first, second, *_ = batches(3)
+    step(*first)
+    with pytest.raises(gradweave.GradweaveError, match="costs"):
+        step(*second)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["mlp", "convolutional", "gpt"])
+def test_two_streams_of_a_gpu(name, monkeypatch):
+    losses, _, (made,) = train(name, monkeypatch, upper=1, device="cuda")
+    expected, _, _ = train(name, monkeypatch, device="cuda")
+    assert made is not None
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
