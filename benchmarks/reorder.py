@@ -11,8 +11,8 @@ following have, captured on one stream: between it and them only the schedule di
 with the layers split on one stream: forward-fusion alone. Their peak of memory is that of eager steps. ``compile`` is
 ``gradweave.compile``, ``compile_costs`` the same with ``costs``: on two streams where they say that it pays.
 
-The costs that ``joint`` and ``cross_step`` plan by are measured first, one workload at a time, and kept beside
-the results; what a schedule predicts from them is in the table beside what was measured. Then all variants of some
+The costs that ``joint`` and ``cross_step`` plan by are measured first, one workload at a time (their steps are
+traced at the same time, which takes longer), and kept beside the results; what a schedule predicts from them is in the table beside what was measured. Then all variants of some
 workloads make themselves ready at once, each in a process of its own, and take turns, one at a time. Workloads
 that the results already hold are left out, and none is begun that would end after ``--minutes``.
 
@@ -23,6 +23,7 @@ their times mean nothing.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import time
 import warnings
@@ -146,10 +147,18 @@ CASES = {**WORKLOADS, **TOYS}
 
 
 def costs_of(case: Case, folder: Path) -> Costs:
-    """Measured, or as they were measured before."""
+    """Measured, or as they were measured before; one process at a time has the GPU for it."""
     model = case.model().train()
     optimizer = make_optimizer(case.optimizer, model, fused=True)
-    return cached_costs(model, loss_of, optimizer, case.batches(1)[0], folder=folder, also="bfloat16 by autocast")
+    with (folder / "lock").open("w") as turn:
+
+        def progress(_: str, done: float) -> None:
+            if done > 0:
+                fcntl.flock(turn, fcntl.LOCK_EX)
+
+        return cached_costs(
+            model, loss_of, optimizer, case.batches(1)[0], folder=folder, also="bfloat16 by autocast", progress=progress
+        )
 
 
 class Noted:
@@ -266,9 +275,8 @@ def measure(case: Case, children: dict[str, Child], ready: dict[str, dict[str, o
 
 
 def measure_costs_first(cases: list[Case]) -> None:
-    """One after the other, with nothing beside them; each in a process of its own."""
-    for case in cases:
-        child = Child(__file__, case.name, "costs", **child_environment())
+    """Each in a process of its own; they take turns."""
+    for child in [Child(__file__, case.name, "costs", **child_environment()) for case in cases]:
         try:
             child.answer()
         except ChildFailedError as error:
