@@ -86,3 +86,13 @@ def test_bucketing_keeps_bytes_and_dependencies(graph, bucket_bytes):
         assert task.layer <= layer < task.layer + task.layers
         members = range(task.layer, task.layer + task.layers)
         assert set(together.needs[message]) == set(together.find(Kind.W, members, 0))
+
+
+def test_messages_burden_who_makes_them_and_who_first_needs_them():
+    link = Link(2.0, device_seconds=0.5)
+    graph = place(pipeline(Costs.uniform(2), stages=2, microbatches=1, link=link), contiguous(2, 2))
+    seconds = {(task.kind, task.layer): task.seconds for task in graph.tasks if task.kind is not Kind.C}
+    assert seconds[Kind.F, 0] == seconds[Kind.F, 1] == 1.5
+    assert seconds[Kind.X, 1] == 1.5
+    assert sorted((seconds[Kind.X, 0], seconds[Kind.W, 0])) == [1.0, 1.5]
+    assert seconds[Kind.W, 1] == 1.0

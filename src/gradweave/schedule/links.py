@@ -25,8 +25,8 @@ class Link:
     Attributes:
         bandwidth: Bytes per second.
         latency: Seconds per message.
-        device_seconds: That the averaging of a byte takes of the device itself, which then has less left
-            for what it computes: on a CPU, messages are sent and summed up by the same cores.
+        device_seconds: That a byte takes of the device itself, which then has less left for what it computes: on a
+            CPU, messages are sent, received and summed up by the same cores.
     """
 
     bandwidth: float = math.inf

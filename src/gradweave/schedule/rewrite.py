@@ -19,7 +19,8 @@ def place(graph: TaskGraph, device_of: Callable[[int], int]) -> TaskGraph:
     """Puts each layer of a pipeline on a device and adds the transfers this makes necessary.
 
     What one task sends to several tasks of one device is sent once. Transfers over a free link
-    are left out.
+    are left out. What a message takes of the devices themselves is added to the task that makes it
+    and to the first that needs it.
     """
     placement = [device_of(layer) for layer in range(graph.layers)]
     names = [device_name(number) for number in range(graph.cluster.devices)]
@@ -49,12 +50,14 @@ class _Transfers:
         self.needs: list[tuple[int, ...]] = []
         self.moved: list[int] = []
         self.sent: dict[tuple[int, int], int] = {}
+        self.received = 0
 
     def add(self, task: Task, needs: tuple[int, ...]) -> None:
         """Adds a task after the transfers it needs."""
+        self.received = 0
         delivered = tuple(self._delivered(need, self.placement[task.layer]) for need in needs)
         self.moved.append(len(self.tasks))
-        self.tasks.append(task)
+        self.tasks.append(self._burdened(task, self.received))
         self.needs.append(delivered)
 
     def _delivered(self, producer: int, target: int) -> int:
@@ -66,6 +69,9 @@ class _Transfers:
         key = (producer, target)
         if key not in self.sent:
             self.sent[key] = len(self.tasks)
+            sender = self.moved[producer]
+            self.tasks[sender] = self._burdened(self.tasks[sender], made.payload)
+            self.received += made.payload
             seconds = self.graph.cluster.link.transfer_seconds(made.payload)
             self.tasks.append(
                 Task(Kind.C, made.layer, seconds, f"link {source}>{target}", made.microbatch, made.step,
@@ -73,6 +79,11 @@ class _Transfers:
             )  # fmt: skip
             self.needs.append((self.moved[producer],))
         return self.sent[key]
+
+    def _burdened(self, task: Task, size: int) -> Task:
+        """A task that takes longer because its device sends or receives so many bytes."""
+        burden = self.graph.cluster.link.device_seconds * size
+        return replace(task, seconds=task.seconds + burden) if burden else task
 
     def moved_buffer(self, buffer: Buffer, device: str, owner: int) -> Buffer:
         """A buffer of the owner; what another device makes of it arrives with the transfer."""
