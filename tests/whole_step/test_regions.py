@@ -124,12 +124,25 @@ def test_with_clipping(options, monkeypatch):
     assert (made is None) == ("max_grad_norm" in options)
 
 
+def test_a_scaled_loss_leaves_nothing_to_run_beside(monkeypatch):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    losses, _, (made,) = train("mlp", monkeypatch, upper=1, scaler=scaler)
+    expected, _, _ = train("mlp", monkeypatch, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    assert made is None
+
+
 def test_costs_decide():
-    names = ["a", "b", "c"]
-    assert upper_layers(free_costs(names), names) in (1, 2)
-    assert upper_layers(Costs.uniform(2), ["layer0", "layer1"]) is None
+    names, gpu = ["a", "b", "c"], torch.device("cuda")
+    assert upper_layers(free_costs(names), names, gpu) in (1, 2)
+    assert upper_layers(free_costs(names), names, torch.device("cpu")) is None
+    assert upper_layers(Costs.uniform(2), ["layer0", "layer1"], gpu) is None
     with pytest.raises(ArgumentError, match="other"):
-        upper_layers(free_costs(names), ["a", "b"])
+        upper_layers(free_costs(names), ["a", "b"], gpu)
+    with pytest.raises(ArgumentError, match="one stream"):
+        gradweave.compile(
+            nn.Linear(1, 1), loss_fn, adamw(nn.Linear(1, 1).parameters()), costs=free_costs("a"), lower="replay"
+        )
 
 
 def test_costs_of_the_model_are_taken_and_those_of_another_are_not():

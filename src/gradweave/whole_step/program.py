@@ -249,7 +249,7 @@ class Program:
         split_convolutions(traced.graph)
         tasks = tasks_of(traced, self._model)
         note_places(tasks.places)
-        upper = upper_layers(costs, tasks.layers)
+        upper = upper_layers(costs, tasks.layers, traced.optimizer.params[0].device)
         what = "one stream, a second would not pay" if upper is None else f"a second stream from layer {upper} on"
         self._options.report(what)
         return upper

@@ -28,16 +28,19 @@ WORTH_IT = 0.03
 """Share of a step that must be won, by prediction, before a graph is cut for it: that has a price of its own."""
 
 
-def upper_layers(costs: Costs, layers: Sequence[str]) -> int | None:
+def upper_layers(costs: Costs, layers: Sequence[str], device: torch.device) -> int | None:
     """From which layer on weight gradients and updates are best put on a second stream; None if that does not pay.
 
     Args:
         costs: Measured of the model.
         layers: Names of the step's layers.
+        device: Where it runs; a CPU has one stream.
     """
     names = [layer.name for layer in costs.layers]
     if len(names) != len(layers) or any(ours and ours != theirs for ours, theirs in zip(layers, names, strict=True)):
         raise ArgumentError("costs", costs.name, "measure them with the model that is compiled: its layers are others")
+    if device.type != "cuda":
+        return None
     graph = single(costs, steps=2)
     best = plan(graph, policy="side_region")
     stock = plan(graph, policy="in_order")
@@ -88,7 +91,8 @@ class Cut:
 def cut(whole: GraphModule, layer: int) -> Cut | None:
     """Cuts a step's graph so that what ``layer`` and those above it do to their weights is on its own.
 
-    Returns None if nothing can be: as when all gradients are clipped by a common norm before any update.
+    Returns None if nothing can be, or nothing of backward would be left to run beside it: as when every update needs
+    all gradients, because of a common norm or of a loss that is scaled.
     """
     nodes = [node for node in whole.graph.nodes if node.op in ("call_function", "get_attr")]
     places = _places(nodes)
@@ -102,7 +106,8 @@ def cut(whole: GraphModule, layer: int) -> Cut | None:
             break
         side -= stay
     rest = [node for node in nodes if node not in side and node not in first]
-    if not any(is_mutable(node) for node in side) or not rest or _out_of_order(nodes, first):
+    is_backward_left = any((place := places.get(node)) and place.kind is not Kind.U for node in rest)
+    if not any(is_mutable(node) for node in side) or not is_backward_left or _out_of_order(nodes, first):
         return None
     pieces = _pieces(whole, nodes, [first, side, set(rest)])
     return Cut(whole, *pieces) if pieces and not pieces[1].outputs else None

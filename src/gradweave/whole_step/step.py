@@ -94,6 +94,10 @@ def compile(
         raise ArgumentError("new_shapes", new_shapes, f"use one of {', '.join(NEW_SHAPES)}")
     if memory_budget is not None and not 0 <= memory_budget <= 1:
         raise ArgumentError("memory_budget", memory_budget, "give a share from 0 to 1, or None")
+    if costs is not None and lower == "replay":
+        raise ArgumentError(
+            "costs", costs.name, 'lower="replay" has one stream; use lower="inductor", or leave them out'
+        )
     if variants < 1:
         raise ArgumentError("variants", variants, "give at least 1")
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
