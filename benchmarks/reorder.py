@@ -12,9 +12,10 @@ with the layers split on one stream: forward-fusion alone. Their peak of memory 
 ``gradweave.compile``, ``compile_costs`` the same with ``costs``: on two streams where they say that it pays.
 
 The costs that ``joint`` and ``cross_step`` plan by are measured first, one workload at a time (their steps are
-traced at the same time, which takes longer), and kept beside the results; what a schedule predicts from them is in the table beside what was measured. Then all variants of some
-workloads make themselves ready at once, each in a process of its own, and take turns, one at a time. Workloads
-that the results already hold are left out, and none is begun that would end after ``--minutes``.
+traced at the same time, which takes longer), and kept beside the results; what a schedule predicts from them is in
+the table beside what was measured. Then all variants of some workloads make themselves ready at once, each in a
+process of its own, and take turns, one at a time. Workloads that the results already hold are left out, and none is
+begun that would end after ``--minutes``.
 
 Without a GPU only the two toy workloads are run, to see that everything works: nothing is captured there, and
 their times mean nothing.

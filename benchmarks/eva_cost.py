@@ -1,0 +1,236 @@
+"""What a step with Eva or Eva-f costs beside one with SGD or AdamW: time, memory, bytes.
+
+    python benchmarks/eva_cost.py time --results benchmarks/results/eva-cost-h200.csv
+    python benchmarks/eva_cost.py update --results benchmarks/results/eva-update-h200.csv
+
+``time``: whole steps in three forms, eager, captured in one CUDA graph, and ``gradweave.compile``; of each form
+SGD with momentum (fused), AdamW (fused), Eva and Eva-f take turns, each in a process of its own, and SGD twice.
+Memory is that of the optimizer's state. ``update``: the optimizer's step alone, captured, and the bytes that it
+would move in that time at the memory's measured speed, per parameter; 24 is the floor of a gradient that is read
+twice, and a momentum and a weight that are read and written. Workloads that the results already hold are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_variants import CUDA, Batch, Workload, captured, from_torchvision, images, loss_of, stock_step, tokens
+from torch import nn
+from torch.optim import Optimizer
+from turns import AGAIN, Child, ready_ones, serve, take_turns
+
+import gradweave
+from fusion import append, read
+from gradweave.compare.run import environment
+from gradweave.compare.statistics import percentiles
+from gradweave.optim import Eva, EvaF
+from gradweave.zoo import GPT
+
+BYTES_PER_SECOND = 4.3e12
+"""What an H200 was measured to move."""
+FORMS = ("eager", "captured", "compile")
+OPTIMIZERS = ("sgd", "adamw", "eva", "eva-f")
+REPEATS = 20
+
+
+class _Block(nn.Module):
+    """Two convolutions and a shortcut, as CIFAR's ResNets have them."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
+
+
+def resnet110() -> nn.Module:
+    """18 blocks of each of three widths."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    inputs = 16
+    for outputs in (16, 32, 64):
+        for number in range(18):
+            layers.append(_Block(inputs, outputs, 2 if number == 0 and outputs > 16 else 1))
+            inputs = outputs
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def small_images(generator: torch.Generator) -> Batch:
+    x = torch.randn(128, 3, 32, 32, generator=generator).contiguous(memory_format=torch.channels_last)
+    return x, torch.randint(0, 10, (128,), generator=generator)
+
+
+VARIANTS = tuple(f"{form} {optimizer}" for form in FORMS for optimizer in OPTIMIZERS)
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("resnet50-64", from_torchvision("resnet50"), images(64), "", 0, 0, VARIANTS),
+        Workload("resnet110-128", resnet110, small_images, "", 0, 0, VARIANTS),
+        Workload("gpt2-2x1024", GPT, tokens(2), "", 0, 0, VARIANTS),
+    )
+}
+
+
+def make_optimizer(name: str, model: nn.Module, *, capturable: bool) -> Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=capturable)
+    return {"eva": Eva, "eva-f": EvaF}[name](model, lr=1e-3, capturable=capturable)
+
+
+def make_variant(variant: str, workload: Workload, note: Path | None = None) -> Callable[[Batch], torch.Tensor]:
+    """A function that takes one training step; writes down the bytes of the optimizer's state."""
+    form, name = variant.split()
+    model = workload.model().train()
+    optimizer = make_optimizer(name, model, capturable=form == "captured")
+    if form == "compile":
+        step = gradweave.compile(model, loss_of, optimizer)
+        take: Callable[[Batch], torch.Tensor] = lambda batch: step(*batch)  # noqa: E731
+    else:
+        train = stock_step(model, optimizer)
+        take = captured(train) if form == "captured" else lambda batch: train(*batch)
+
+    def call(batch: Batch) -> torch.Tensor:
+        loss = take(batch)
+        if note is not None and not note.exists():
+            note.write_text(str(state_bytes(optimizer)))
+        return loss
+
+    return call
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in _tensors(state)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in values}.values())
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in _tensors(part)]
+    return [tensor for part in value for tensor in _tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+def measure(workload: Workload, children: dict[str, Child], ready: dict[str, Any], notes: Path, results: Path) -> None:
+    """Each form by itself, against its own SGD."""
+    for form in FORMS:
+        baseline = f"{form} sgd"
+        own = {name: child for name, child in children.items() if name.startswith(form) and name in ready}
+        if baseline not in own:
+            continue
+        measured = take_turns(own, ready, baseline)
+        adam = measured.get(f"{form} adamw")
+        rows: list[dict[str, object]] = []
+        for name, one in measured.items():
+            held = note_of(notes, workload.name, name.removesuffix(AGAIN)).read_text()
+            of_sgd = note_of(notes, workload.name, baseline).read_text()
+            rows.append(
+                {
+                    "case": workload.name, "mode": name, "ms_20": f"{one.low:.4f}", "ms_50": f"{one.middle:.4f}",
+                    "ms_80": f"{one.high:.4f}", "times_sgd": f"{1 / one.ratio.value:.4f}",
+                    "times_sgd_low": f"{1 / one.ratio.high:.4f}", "times_sgd_high": f"{1 / one.ratio.low:.4f}",
+                    "times_adamw": f"{one.middle / adam.middle:.4f}" if adam else "", "state_bytes": held,
+                    "state_times_sgd": f"{int(held) / int(of_sgd):.4f}", **environment(CUDA),
+                }
+            )  # fmt: skip
+            print(f"   {name:18s} {one.middle:8.3f} ms  {1 / one.ratio.value:.3f}x of SGD", flush=True)
+        append(results, rows)
+
+
+def note_of(folder: Path, workload: str, variant: str) -> Path:
+    return folder / f"{workload} {variant}.bytes"
+
+
+def measure_steps(workloads: Sequence[Workload], results: Path) -> None:
+    notes = results.with_suffix(".notes")
+    notes.mkdir(parents=True, exist_ok=True)
+    for workload in workloads:
+        print(workload.name, flush=True)
+        children = {name: Child(__file__, workload.name, name, EVA_COST_NOTES=str(notes)) for name in workload.variants}
+        measure(workload, children, ready_ones(children), notes, results)
+        for child in children.values():
+            child.close()
+
+
+def measure_updates(workloads: Sequence[Workload], results: Path) -> None:
+    """The step of each optimizer alone, captured and replayed."""
+    for workload in workloads:
+        rows: list[dict[str, object]] = []
+        for name in OPTIMIZERS:
+            model = workload.model().train()
+            optimizer = make_optimizer(name, model, capturable=True)
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for batch in workload.batches(3):
+                    loss_of(model, *batch).backward()
+                    optimizer.step()
+                    for p in model.parameters():
+                        p.grad.mul_(1e-3)  # type: ignore[union-attr]
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                optimizer.step()
+            low, middle, high = percentiles([1e3 * _replays(graph) for _ in range(9)])
+            count = sum(p.numel() for p in model.parameters())
+            rows.append(
+                {
+                    "case": workload.name, "mode": name, "ms_20": f"{low:.4f}", "ms_50": f"{middle:.4f}",
+                    "ms_80": f"{high:.4f}", "parameters": count,
+                    "bytes_per_parameter": f"{middle / 1e3 * BYTES_PER_SECOND / count:.1f}", **environment(CUDA),
+                }
+            )  # fmt: skip
+            print(workload.name, name, f"{middle:.3f} ms", flush=True)
+        append(results, rows)
+
+
+def _replays(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of one replay, of several in a row."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(REPEATS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / REPEATS
+
+
+def main() -> None:
+    import os
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("time", "update", "child"))
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--workload", action="append", choices=tuple(WORKLOADS), help="once for each; all unless given")
+    parser.add_argument("--variant", help="of a child")
+    arguments = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    torch.set_float32_matmul_precision("high")
+    workloads = [WORKLOADS[name] for name in arguments.workload or WORKLOADS]
+    if arguments.what == "child":
+        note = note_of(Path(os.environ["EVA_COST_NOTES"]), workloads[0].name, arguments.variant)
+        serve(lambda: make_variant(arguments.variant, workloads[0], note), workloads[0].batches)
+        return
+    done = {row["case"] for row in read(arguments.results)}
+    left = [workload for workload in workloads if workload.name not in done]
+    (measure_steps if arguments.what == "time" else measure_updates)(left, arguments.results)
+
+
+if __name__ == "__main__":
+    main()
