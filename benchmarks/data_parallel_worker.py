@@ -163,6 +163,8 @@ def serve() -> None:
     store = f"tcp://{os.environ['MASTER_ADDR']}:29533"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     torch.set_num_threads(1)
+    if os.environ.get("PINNED"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     variants: dict[str, Variant] = {}
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
