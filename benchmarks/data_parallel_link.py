@@ -147,7 +147,8 @@ def draw(results: Path) -> None:
             if variant in ("no_barrier", "reverse_first_k"):
                 axes.plot(x, [float(r["predicted_speedup"]) for _, r in own], ":", color=colour, label="simulated")
         axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_title(setting, fontsize=9)
+        emulated = setting.startswith("waiting")
+        axes.set_title(f"{setting}\ncomputation emulated by waiting" if emulated else setting, fontsize=9)
         axes.set_xlabel("communication / computation")
         axes.set_ylabel("speed-up over DistributedDataParallel")
         axes.legend(fontsize=7)
