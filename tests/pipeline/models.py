@@ -76,6 +76,54 @@ def pairs():
     return nn.Sequential(Pair(), Pair(), Pair(), Close())
 
 
+class Both(nn.Module):
+    """Hands two tensors on, each of a layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(6, 6)
+        self.other = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.one(x), self.other(x)
+
+
+class First(nn.Module):
+    def forward(self, given):
+        return given[0]
+
+
+def unused():
+    """The second tensor that the second layer hands on is not used."""
+    return nn.Sequential(nn.Linear(6, 6), Both(), First(), nn.Linear(6, 6))
+
+
+class Holder(nn.Module):
+    """A layer with a weight that others may have, too, and that it may leave alone."""
+
+    def __init__(self, shared, *, used=True):
+        super().__init__()
+        self.shared = shared
+        self.own = nn.Linear(6, 6)
+        self.used = used
+
+    def forward(self, x):
+        return self.own(self.shared(x).tanh() if self.used else x)
+
+
+def tied_in_a_ring():
+    """Of three ranks, each two share a weight."""
+    a, b, c = (nn.Linear(6, 6) for _ in range(3))
+    return nn.Sequential(*(Holder(shared) for shared in (a, b, a, c, b, c)))
+
+
+def tied_unused():
+    """Two ranks share a weight that none of them uses, and one that only the second one uses."""
+    a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+    layers = Holder(a, used=False), Holder(b, used=False), Holder(a, used=False), Holder(b)
+    return nn.Sequential(*layers)
+
+
 class Recomputed(Block):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -92,6 +140,10 @@ MODELS = {
     "mlp": mlp,
     "convolutions": convolutions,
     "pairs": pairs,
+    "linears": lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))),
+    "unused": unused,
+    "tied_in_a_ring": tied_in_a_ring,
+    "tied_unused": tied_unused,
 }
 
 

@@ -180,10 +180,11 @@ def raised(action):
 def refused(name="gpt", different=None, **options):
     """What construction raises; ``different`` is given to rank 1 instead."""
     options.setdefault("microbatches", 4)
+    options.setdefault("timeout", 20)
     if different is not None and dist.get_rank() == 1:
         name = different.pop("name", name)
         options.update(different)
-    return raised(lambda: Pipeline(make(name), loss_fn, timeout=20, **options))
+    return raised(lambda: Pipeline(make(name), loss_fn, **options))
 
 
 def wrong_batch(sizes):
@@ -319,3 +320,160 @@ def measured():
     pipe.step(x, target)
     pipe.close()
     return pipe.plan.program.policy, [len(run) for run in pipe.plan.runs], pipe.plan.seconds
+
+
+def _set_trained(model, names, trained):
+    for n, p in model.named_parameters():
+        if n.partition(".")[0] in names:
+            p.requires_grad_(trained)
+
+
+def frozen_or_thawed_later(policy, trained_first):
+    """What the step raises before which all layers of the first stage are frozen, or thawed; else what differs."""
+    model, stock = make("linears"), make("linears")
+    for one in (model, stock):
+        _set_trained(one, "01", trained_first)
+    pipe = Pipeline(model, loss_fn, microbatches=4, policy=policy, timeout=20)
+    message = None
+    for trained in (trained_first, not trained_first):
+        for one in (pipe.module, stock):
+            _set_trained(one, "01", trained)
+        stock_step(stock, "linears", 4)
+        message = raised(lambda: pipe.step(*batch("linears")))
+    wanted = dict(stock.named_parameters())
+    pairs = [] if message else [(n, p.grad, wanted[n].grad) for n, p in pipe.module.named_parameters()]
+    pipe.close()
+    return message, [n for n, grad, other in pairs if not torch.equal(grad, other)]
+
+
+def a_step(name, **options):
+    """What a step of a model raises."""
+    pipe = Pipeline(make(name), loss_fn, microbatches=4, timeout=20, **options)
+    return raised(lambda: pipe.step(*batch(name)))
+
+
+def tied_weight_frozen_on_one_rank():
+    """What is raised after a weight that two ranks share was frozen on the second of them alone."""
+    pipe = Pipeline(make("tied"), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    if pipe.has_last_stage:
+        pipe.module[-1].out.weight.requires_grad_(False)
+    return raised(lambda: pipe.step(*batch("tied")))
+
+
+def torn_state(reshaped=False):
+    """What loading raises where the last rank lacks an entry; whether weights are as before; what a step raises."""
+    pipe = Pipeline(make("linears"), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    before = {n: value.clone() for n, value in pipe.state_dict().items()}
+    state = make("linears", seed=3).state_dict()
+    state["3.weight"] = torch.zeros(6, 7)
+    if not reshaped:
+        del state["3.weight"]
+    message = raised(lambda: pipe.load_state_dict(state))
+    same = all(torch.equal(value, before[n]) for n, value in pipe.state_dict().items())
+    after = raised(lambda: pipe.step(*batch("linears")))
+    pipe.close()
+    return message, same, after
+
+
+def a_loss_that_speaks_of_connections():
+    """What is raised where a user's loss fails with words that torch has for a lost rank."""
+
+    def failing(output, target):
+        raise RuntimeError("metrics server: connection refused, timed out")
+
+    pipe = Pipeline(make("linears"), failing, microbatches=4, policy="fast_forward", timeout=20)
+    return raised(lambda: pipe.step(*batch("linears")))
+
+
+KEPT = []
+
+
+def a_failure_that_is_kept(kind):
+    """Seconds until a rank knows that the first one has failed, while all keep the error that they have caught."""
+    import time
+
+    layer = {"forward": _Failing, "backward": _NoWayBack}[kind]
+    rest = (torch.nn.Linear(6, 6) for _ in range(2 * dist.get_world_size() - 1))
+    pipe = Pipeline(torch.nn.Sequential(layer(), *rest), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    began = time.monotonic()
+    try:
+        pipe.step(*batch("mlp"))
+    except Exception as error:
+        KEPT.append(error)
+    return time.monotonic() - began
+
+
+class _Barrier(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("no way back")
+
+
+class _NoWayBack(torch.nn.Module):
+    """A layer whose backward fails, after the trial run."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x) if self.calls == 1 else _Barrier.apply(self.linear(x))
+
+
+def descriptors(count=4):
+    """How many more files are open after some pipelines were made, used and closed; the store's close a bit later."""
+    import time
+    from pathlib import Path
+
+    def opened():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = opened()
+    for _ in range(count):
+        pipe = Pipeline(make("linears"), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+        pipe.step(*batch("linears"))
+        pipe.close()
+    ends = time.monotonic() + 5
+    while opened() >= before + count and time.monotonic() < ends:
+        time.sleep(0.05)
+    return opened() - before
+
+
+def closed_by_one():
+    """Seconds that closing takes on the first rank, which the other one does later; then another pipeline works."""
+    import time
+
+    pipe = Pipeline(make("linears"), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    pipe.step(*batch("linears"))
+    began = time.monotonic()
+    if dist.get_rank() == 0:
+        pipe.close()
+    seconds = time.monotonic() - began
+    dist.barrier()
+    pipe.close()
+    return seconds, a_step("linears", policy="fast_forward")
+
+
+def closed_between_groups():
+    """Pipelines of some ranks, before and after one of all ranks is closed: torch could name two groups alike."""
+    some = dist.new_group([0, 1])
+    mine = {"microbatches": 4, "policy": "fast_forward", "timeout": 20, "process_group": some}
+    inside = dist.get_rank() < 2
+    everybody = Pipeline(make("mlp"), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    if inside:
+        first = Pipeline(make("linears"), loss_fn, **mine)
+    everybody.step(*batch("mlp"))
+    everybody.close()
+    if not inside:
+        return None
+    first.close()
+    second = Pipeline(make("linears"), loss_fn, **mine)
+    message = raised(lambda: second.step(*batch("linears")))
+    second.close()
+    return message

@@ -52,6 +52,34 @@ def test_a_layer_that_goes_wrong_stops_all_ranks_and_all_know_why(three, kind, m
         assert seconds < SOON
 
 
+@pytest.mark.parametrize("policy", ["fast_forward", "gpipe"])
+def test_thawing_all_layers_of_the_first_stage_later_is_refused_by_all(two, policy):
+    for rank, (found, _) in two.run("frozen_or_thawed_later", policy=policy, trained_first=False).items():
+        assert "needs a gradient, and did not in the first step" in found, (rank, found)
+
+
+@pytest.mark.parametrize("policy", ["fast_forward", "gpipe"])
+def test_freezing_all_layers_of_the_first_stage_later_is_right(two, policy):
+    for found in two.run("frozen_or_thawed_later", policy=policy, trained_first=True).values():
+        assert found == (None, [])
+
+
+@pytest.mark.parametrize("options", [{"policy": "fast_forward"}, {"policy": "gpipe"}, {"policy": "zbv"}])
+@pytest.mark.parametrize("split", ["fast", "torch"])
+def test_a_tensor_that_the_next_stage_does_not_use_is_refused_by_all(two, options, split):
+    """torch would send zeros for it, with which weights decay that have no gradient without a pipeline."""
+    for rank, found in two.run("a_step", name="unused", split=split, **options).items():
+        assert "does not use tensor 1 of what it is given" in found, (rank, found)
+
+
+@pytest.mark.parametrize(("reshaped", "words"), [(False, "lacks 3.weight"), (True, "is of shape (6, 7), not (6, 6)")])
+def test_a_state_that_one_rank_cannot_load_is_loaded_by_none(two, reshaped, words):
+    for rank, (message, same, after) in two.run("torn_state", reshaped=reshaped).items():
+        assert words in message, (rank, message)
+        assert same
+        assert after is None
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_dies(fresh, victim):
     """The first one hosts the store in which ranks look for each other's reasons."""

@@ -53,11 +53,7 @@ def agree(
     problem = problem or _problem(settings)
     own = _Proposal(asdict(settings), described, costs, link, None if problem is None else str(problem))
     proposals: list[_Proposal] = together.gather(own)
-    if problem is not None:
-        raise problem
-    for rank, proposal in enumerate(proposals):
-        if proposal.problem is not None:
-            raise GradweaveError(f"rank {rank} of the pipeline refused: {proposal.problem}")
+    _raise_first([proposal.problem for proposal in proposals], problem)
     first = proposals[0]
     for rank, proposal in enumerate(proposals):
         for name, value in proposal.settings.items():
@@ -73,6 +69,19 @@ def agree(
     used = measure_link(together, device) if measured else first.link or Link()
     fine, spans = by_layer(first.costs, [name for name, _ in first.layers])
     return choose(settings, fine, together.size, used, spans=spans)
+
+
+def refuse_together(together: Together, problem: GradweaveError | None) -> None:
+    """Raises on all ranks what any of them has found wrong; all ranks call it."""
+    _raise_first(together.gather(None if problem is None else str(problem)), problem)
+
+
+def _raise_first(problems: Sequence[str | None], own: GradweaveError | None) -> None:
+    if own is not None:
+        raise own
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise GradweaveError(f"rank {rank} of the pipeline refused: {problem}")
 
 
 def _problem(settings: Settings) -> GradweaveError | None:

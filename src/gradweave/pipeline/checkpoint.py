@@ -15,11 +15,14 @@ from gradweave.pipeline.together import Together
 
 def own_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a rank's layers, out of the state of the whole model or of this rank."""
-    wanted = module.state_dict().keys()
+    wanted = module.state_dict()
     missing = [name for name in wanted if name not in state]
     if missing:
         named = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ArgumentError("state", f"{len(state)} entries", f"lacks {named}; give the state of the whole model")
+    for name, own in wanted.items():
+        if isinstance(own, torch.Tensor) and own.shape != state[name].shape:
+            raise ArgumentError("state", name, f"is of shape {tuple(state[name].shape)}, not {tuple(own.shape)}")
     return {name: state[name] for name in wanted}
 
 

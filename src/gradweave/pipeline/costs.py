@@ -72,23 +72,29 @@ def _each_one(names: Sequence[str]) -> list[range]:
 
 
 def measure_link(together: Together, device: torch.device) -> Link:
-    """Latency and bandwidth between the first two ranks, from a small and a large message there and back."""
-    seconds = [_there_and_back(together, size, device) / 2 for size in (_SMALL, _LARGE)]
+    """Latency and bandwidth between the first two ranks, from a small and a large message there and back.
+
+    On a CPU also what a message takes of the cores that compute, at either end.
+    """
+    (small, few), (large, many) = (_there_and_back(together, size, device) for size in (_SMALL, _LARGE))
     found = None
     if together.rank == 0 and together.size > 1:
-        bandwidth = (_LARGE - _SMALL) / max(seconds[1] - seconds[0], 1e-9)
-        found = Link(bandwidth, max(0.0, seconds[0] - _SMALL / bandwidth))
+        bandwidth = 2 * (_LARGE - _SMALL) / max(large - small, 1e-9)
+        of_cores = max(0.0, many - few) / 2 / (_LARGE - _SMALL) if device.type == "cpu" else 0.0
+        found = Link(bandwidth, max(0.0, small / 2 - _SMALL / bandwidth), of_cores)
     link: Link | None = together.gather(found)[0]
     return link or Link()
 
 
-def _there_and_back(together: Together, size: int, device: torch.device) -> float:
+def _there_and_back(together: Together, size: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of a message there and back, and of this process's cores."""
     if together.rank > 1 or together.size == 1:
-        return 0.0
+        return 0.0, 0.0
     message = torch.zeros(size, dtype=torch.uint8, device=device)
-    other, group, times = together.global_rank(1 - together.rank), together.group, []
+    other, group = together.global_rank(1 - together.rank), together.group
+    times, of_cores = [], []
     for _ in range(_TURNS + 1):
-        began = time.perf_counter()
+        began, busy = time.perf_counter(), time.process_time()
         if together.rank == 0:
             dist.send(message, dst=other, group=group)
             dist.recv(message, src=other, group=group)
@@ -98,4 +104,5 @@ def _there_and_back(together: Together, size: int, device: torch.device) -> floa
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
-    return min(times[1:])
+        of_cores.append(time.process_time() - busy)
+    return min(times[1:]), min(of_cores[1:])

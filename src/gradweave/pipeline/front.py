@@ -12,7 +12,7 @@ from torch import nn
 
 from gradweave.compat.pipelining import make_runtime
 from gradweave.errors import GradweaveError
-from gradweave.pipeline.agreement import agree
+from gradweave.pipeline.agreement import agree, refuse_together
 from gradweave.pipeline.checkpoint import gather_state, own_state
 from gradweave.pipeline.checks import BatchShapes, check_layers, check_model, check_parameters, device_of
 from gradweave.pipeline.choice import Plan, Settings
@@ -78,15 +78,19 @@ class Pipeline:
         timeout: float | None = None,
     ) -> None:
         self._together = Together(process_group, timeout)
+        self._stages: list[Stage] = []
+        self._runtime: Any = None
         try:
             settings = Settings(policy, microbatches, group, max_in_flight, byte_budget, split)
             where = None if device is None else torch.device(device)
             layers, problem = _checked(model)
             self.plan: Plan = agree(
-                self._together, settings, layers, costs, link, device=where or device_of(layers), problem=problem
-            )
+                self._together, settings, layers, costs, link,
+                device=where or device_of(layers), problem=self._together.problem or problem,
+            )  # fmt: skip
             self._build(layers, loss_fn, settings, where)
         except BaseException as error:
+            self._drop_runtime()
             self._together.leave(error)
             raise
 
@@ -116,15 +120,15 @@ class Pipeline:
         self._started = False
         self._shapes = BatchShapes(program.microbatches)
         self._first, self._last = 0 in stages, program.stages - 1 in stages
-        made = [
+        self._stages = [
             Stage(
                 [layers[i] for i in runs[stage]], stage, program.stages, self.device, together.group,
                 self._ledger if settings.split == "fast" else None, self._precision,
             )
             for stage in stages
         ]  # fmt: skip
-        self._runtime: Any = make_runtime(
-            program.policy, program.ranks, made, program.microbatches, self._loss, self._trial
+        self._runtime = make_runtime(
+            program.policy, program.ranks, self._stages, program.microbatches, self._loss, self._trial
         )
 
     @property
@@ -191,8 +195,26 @@ class Pipeline:
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part out of the whole model's state, or of this rank's own."""
-        self.module.load_state_dict(own_state(self.module, state))
+        """Takes this rank's part out of the whole model's state, or of this rank's own; all ranks call it.
+
+        Raises:
+            GradweaveError: On all ranks, if an entry is missing on one of them; nothing is loaded then.
+        """
+        self._check_running()
+        own: dict[str, Any] = {}
+        problem: GradweaveError | None = None
+        try:
+            own = own_state(self.module, state)
+        except GradweaveError as error:
+            problem = error
+        try:
+            refuse_together(self._together, problem)
+            self.module.load_state_dict(own)
+        except GradweaveError:
+            raise
+        except BaseException as error:
+            self._stop(error)
+            raise
 
     def gather_state_dict(self) -> dict[str, Any] | None:
         """The whole model's state in the memory of the first rank's host; None on others. All ranks call it."""
@@ -204,9 +226,22 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """Leaves the pipeline's process group; layers, gradients and optimizers stay."""
-        self._runtime = None
+        """Leaves the pipeline's process group; layers, gradients and optimizers stay.
+
+        Connections are closed once all ranks have called this; where one does not within seconds, they last as
+        long as the process.
+        """
+        self._drop_runtime()
         self._together.close()
+
+    def _drop_runtime(self) -> None:
+        """Has it let go of messages and the group, whoever still has it: connections close when nobody has these."""
+        for stage in self._stages:
+            stage.group = None
+        self._stages.clear()
+        if self._runtime is not None:
+            vars(self._runtime).clear()
+            self._runtime = None
 
     def _check_running(self) -> None:
         if self._runtime is None:
@@ -216,7 +251,7 @@ class Pipeline:
 
     def _stop(self, error: BaseException) -> None:
         """This rank cannot go on, and so nobody can."""
-        self._runtime = None
+        self._drop_runtime()
         self._ledger.clear()
         self._together.leave(error)
 

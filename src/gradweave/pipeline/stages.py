@@ -87,11 +87,12 @@ class Stage(PipelineStage):
         self._held = None if ledger is None else HeldGradients(ledger)
         build = None if self._held is None else self._held.build
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] | None = None
+        self._needed: list[bool] | None = None
         own = StageLayers(layers, self._held, precision)
         super().__init__(own, index, count, device, group=group, dw_builder=build)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch does it; what comes out must have the shape that the next stage waits for."""
+        """As torch does it; what comes out must be what the next stage waits for, and sends gradients for."""
         made = super().forward_one_chunk(*args, **kwargs)
         if self.is_last:
             return made
@@ -104,6 +105,13 @@ class Stage(PipelineStage):
                 f"{where} was of shape {_shown(self._shapes)} for the first micro-batch, and is of shape "
                 f"{_shown(shapes)} now: it must not change; pad it, and use the same precision in all steps"
             )
+        needed = [one.requires_grad for one in parts]
+        self._needed = self._needed or needed
+        if any(now and not before for now, before in zip(needed, self._needed, strict=True)):
+            raise GradweaveError(
+                f"{where} needs a gradient, and did not in the first step, so that the next stage sends none; thaw "
+                "layers before the first step, or make another pipeline"
+            )
         if self._held is None and not any(one.requires_grad for one in parts):
             raise GradweaveError(
                 f'{where} needs no gradient, with which split="torch" would lose the weight gradients of later stages; '
@@ -114,11 +122,22 @@ class Stage(PipelineStage):
     def _names(self) -> str:
         return ", ".join(name for name, _ in self.submod.layers.named_children())  # type: ignore[union-attr]
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        """As torch does it; what a trial run may have left is forgotten."""
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch does it; what a trial run may have left is forgotten.
+
+        For an input that is not used, torch would send zeros: weights that only it depends on would be decayed,
+        where without a pipeline they have no gradient and are left alone.
+        """
         if self._held is not None:
             self._held.tasks.clear()
-        super().backward_one_chunk(*args, **kwargs)
+        given = () if self.is_first else self.fwd_cache[bwd_chunk_id][1]
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for number, (one, grad) in enumerate(zip(given, self.bwd_cache[bwd_chunk_id], strict=False)):
+            if one.requires_grad and grad is None:
+                raise GradweaveError(
+                    f"stage {self.stage_index} (layers {self._names()}) does not use tensor {number} of what it is "
+                    "given, which needs a gradient; do not hand it on, or detach() it in the layer that does"
+                )
 
 
 def _shown(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> str:

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradweave.errors import ArgumentError
+from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.pipeline.together import Together
+
+_FROZEN, _NO_GRADIENT, _GRADIENT = range(3)
+"""What a rank says of its copy of a tied weight before it sends a gradient."""
 
 
 @dataclass(frozen=True)
@@ -86,20 +89,20 @@ class TiedGradients:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Context of a step: what it adds to the gradients of tied weights is summed up over their ranks."""
-        trained = [(tie, p) for tie, p in self._own if p.requires_grad]
-        before = [p.grad for _, p in trained]
-        for _, p in trained:
+        before = [p.grad for _, p in self._own]
+        for _, p in self._own:
             p.grad = None
         try:
             yield
         except BaseException:
-            for (_, p), earlier in zip(trained, before, strict=True):
+            for (_, p), earlier in zip(self._own, before, strict=True):
                 p.grad = earlier
             raise
-        for (tie, p), earlier in zip(trained, before, strict=True):
-            own = torch.zeros_like(p) if p.grad is None else p.grad
-            grad = self._sum(tie, own.contiguous())
-            p.grad = grad if earlier is None else earlier.add_(grad)
+        for (tie, p), earlier in zip(self._own, before, strict=True):
+            grad = self._sum(tie, p)
+            if earlier is not None and grad is not None:
+                grad = earlier.add_(grad)
+            p.grad = earlier if grad is None else grad
 
     def _share(self, tie: Tie, p: torch.Tensor) -> None:
         """Gives all ranks of a tie the first one's weight: they may have been initialized apart."""
@@ -112,18 +115,68 @@ class TiedGradients:
             dist.recv(copy, src=first, group=self._together.group)
             p.copy_(copy)
 
-    def _sum(self, tie: Tie, grad: torch.Tensor) -> torch.Tensor:
-        """At the first rank of the tie, in the order of ranks; it sends the sum to the others."""
-        first, *others = (self._together.global_rank(rank) for rank in tie.ranks)
-        group = self._together.group
+    def _sum(self, tie: Tie, p: nn.Parameter) -> torch.Tensor | None:
+        """The sum of what the ranks of a tie have for a weight; None where none of them has a gradient.
+
+        A word goes ahead of each gradient, as a rank may have none.
+        """
+        word = _FROZEN if not p.requires_grad else _NO_GRADIENT if p.grad is None else _GRADIENT
         if self._together.rank == tie.ranks[0]:
-            other = torch.empty_like(grad)
-            for rank in others:
-                dist.recv(other, src=rank, group=group)
-                grad += other
-            for rank in others:
-                dist.send(grad, dst=rank, group=group)
-        else:
-            dist.send(grad.contiguous(), dst=first, group=group)
-            dist.recv(grad, src=first, group=group)
-        return grad
+            return self._lead(tie, p, word)
+        return self._follow(self._together.global_rank(tie.ranks[0]), p, word)
+
+    def _lead(self, tie: Tie, p: nn.Parameter, word: int) -> torch.Tensor | None:
+        """Sums up, in the order of ranks, and sends the sum to the others."""
+        others = [self._together.global_rank(rank) for rank in tie.ranks[1:]]
+        words = [word, *(self._hear(rank, p) for rank in others)]
+        _check_alike(tie, words)
+        verdict = max(words)
+        total = None
+        if verdict == _GRADIENT:
+            total = _dense(p)
+            other = torch.empty_like(total)
+            for rank, theirs in zip(others, words[1:], strict=True):
+                if theirs == _GRADIENT:
+                    dist.recv(other, src=rank, group=self._together.group)
+                    total += other
+        for rank in others:
+            self._say(verdict, rank, p)
+            if total is not None:
+                dist.send(total, dst=rank, group=self._together.group)
+        return total
+
+    def _follow(self, first: int, p: nn.Parameter, word: int) -> torch.Tensor | None:
+        """Sends what this rank has to the first one, and takes the sum."""
+        self._say(word, first, p)
+        if word == _GRADIENT:
+            dist.send(_dense(p), dst=first, group=self._together.group)
+        if self._hear(first, p) != _GRADIENT:
+            return None
+        total = _dense(p)
+        dist.recv(total, src=first, group=self._together.group)
+        return total
+
+    def _say(self, word: int, rank: int, like: torch.Tensor) -> None:
+        dist.send(torch.tensor([word], device=like.device), dst=rank, group=self._together.group)
+
+    def _hear(self, rank: int, like: torch.Tensor) -> int:
+        heard = torch.empty(1, dtype=torch.int64, device=like.device)
+        dist.recv(heard, src=rank, group=self._together.group)
+        return int(heard.item())
+
+
+def _dense(p: nn.Parameter) -> torch.Tensor:
+    """A weight's gradient, or zeros, in the order in memory that messages have."""
+    if p.grad is None:
+        return torch.zeros_like(p, memory_format=torch.contiguous_format)
+    return p.grad.contiguous()
+
+
+def _check_alike(tie: Tie, words: Sequence[int]) -> None:
+    """Copies of which one is trained and another is not would drift apart."""
+    frozen = [rank for rank, word in zip(tie.ranks, words, strict=True) if word == _FROZEN]
+    if frozen and len(frozen) < len(words):
+        raise GradweaveError(
+            f"{tie.names[0]} is one weight of ranks {list(tie.ranks)}, but frozen on {frozen} only; call "
+            "requires_grad_() on all of them"
+        )
