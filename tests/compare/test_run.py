@@ -138,6 +138,28 @@ def test_a_compiled_step_is_judged_by_its_losses(tmp_path):
     assert result.sameness.startswith("loss ")
     assert "compile did not" not in compared.verdict
     save_report(compared, save_figures(compared, tmp_path), tmp_path / "report.html")
-    assert "one graph" in (tmp_path / "report.html").read_text()
+    assert "all in one" in (tmp_path / "report.html").read_text()
     spoilt = replace(compared, results=(*compared.results[:2], replace(result, loss_difference=0.01)))
     assert spoilt.verdict.startswith("compile did not train as fused did")
+
+
+def test_a_pipeline_of_one_process_is_judged_by_its_losses(tmp_path):
+    compared = compare(Setting(WORKLOADS["autoencoder"], batch=64, max_norm=1.0), ["pipeline"], steps=20)
+    result = compared.results[2]
+    assert (result.label, result.parts) == ("pipeline", {})
+    assert result.loss_difference < 1e-5
+    assert "pipeline did not" not in compared.verdict
+    save_report(compared, save_figures(compared, tmp_path), tmp_path / "report.html")
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_pipeline_in_bfloat16_runs_its_layers_in_it():
+    setting = Setting(WORKLOADS["mlp"], batch=32, dtype=torch.bfloat16)
+    compared = compare(setting, ["pipeline"], steps=20)
+    assert "pipeline did not" not in compared.verdict
+
+
+def test_a_model_that_is_no_sequence_is_refused_and_leaves_no_process_group():
+    with pytest.raises(ArgumentError, match="Sequential"):
+        compare(Setting(WORKLOADS["gpt_small"], batch=8), ["pipeline"], steps=20)
+    assert not torch.distributed.is_initialized()

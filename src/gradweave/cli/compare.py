@@ -37,7 +37,11 @@ def compare_command(
     device: DeviceOption = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each mode.")] = 100,
     modes: Annotated[
-        str, typer.Option(help="Of loop, foreach, fused, hook, backward, forward, auto, compile; comma-separated.")
+        str,
+        typer.Option(
+            help="Of loop, foreach, fused, hook, backward, forward, auto, reorder, daso, data_parallel, compile, "
+            "pipeline; comma-separated."
+        ),
     ] = "loop,backward,forward,auto",
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, pictures and figures as JSON.")] = None,
@@ -92,7 +96,7 @@ def _cells(row: Result, has_memory: bool) -> list[str]:
     ratio = row.speedup
     return [
         f"{row.milliseconds[1]:.2f}",
-        "/".join(f"{part[1]:.1f}" for part in row.parts.values()) or "one graph",
+        "/".join(f"{part[1]:.1f}" for part in row.parts.values()) or "all in one",
         f"{row.throughput:.4g}",
         *([bytes_text(row.peak_bytes or 0)] if has_memory else []),
         f"{ratio.value:.3f}x [{ratio.low:.2f}, {ratio.high:.2f}]",

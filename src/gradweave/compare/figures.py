@@ -37,7 +37,7 @@ def _save_bars(comparison: Comparison, path: Path) -> None:
         whole = sum(part[1] for part in result.parts.values()) or 1.0
         left = 0.0
         if not result.parts:
-            axes.barh(row, middle, color=_WHOLE_COLOUR, height=0.7, label="one graph")
+            axes.barh(row, middle, color=_WHOLE_COLOUR, height=0.7, label="all in one")
         for part in result.parts:
             width = middle * result.parts[part][1] / whole
             axes.barh(row, width, left=left, color=_PART_COLOURS[part], height=0.7, label=part if row == 0 else None)

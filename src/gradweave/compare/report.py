@@ -56,7 +56,7 @@ def _table(results: Sequence[Result]) -> str:
     for result in results:
         low, middle, high = result.milliseconds
         parts = "".join(f"<td>{result.parts[part][1]:.3g}</td>" for part in PARTS if result.parts)
-        parts = parts or f'<td colspan="{len(PARTS)}">one graph</td>'
+        parts = parts or f'<td colspan="{len(PARTS)}">all in one</td>'
         memory = f"<td>{result.peak_bytes / 2**20:.0f} MiB</td>" if result.peak_bytes is not None else ""
         rows.append(
             f"<tr><td>{html.escape(result.label)}</td><td>{middle:.3f}</td><td>{low:.3f} to {high:.3f}</td>{parts}"

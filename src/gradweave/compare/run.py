@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gradweave
 from gradweave.compare.statistics import Ratio, is_claim, paired_ratio, percentiles
 from gradweave.compare.trial import PARTS, Setting, Trial
-from gradweave.compare.variants import COMPILED, DESCRIPTIONS, MODES, WOVEN, baseline_of
+from gradweave.compare.variants import DESCRIPTIONS, MODES, WHOLE, WOVEN, baseline_of
 from gradweave.errors import ArgumentError
 
 BLOCK_STEPS = 5
@@ -67,7 +67,7 @@ class Result:
         """How near its training is to the baseline's, in a word or two."""
         if self.identical:
             return "same"
-        if self.label in COMPILED:
+        if self.label in WHOLE:
             return f"loss {self.loss_difference:.0e}"
         return f"{self.difference:.0e} off"
 
@@ -90,7 +90,7 @@ class Comparison:
     def verdict(self) -> str:
         """The outcome in one sentence."""
         baseline, again, *others = self.results
-        woven = [result for result in others if result.label in (*WOVEN, *COMPILED)]
+        woven = [result for result in others if result.label in (*WOVEN, *WHOLE)]
         noise = f"two runs of {baseline.label} differed by {again.speedup}"
         different = [result.label for result in woven if not self._trains_the_same(result)]
         if different:
@@ -99,7 +99,7 @@ class Comparison:
         same = "identical weights"
         if again.difference > 0:
             same = f"weights as near to it as its own from run to run ({again.difference:.1g})"
-        same += "".join(f" ({r.label}: losses to {r.loss_difference:.0e})" for r in woven if r.label in COMPILED)
+        same += "".join(f" ({r.label}: losses to {r.loss_difference:.0e})" for r in woven if r.label in WHOLE)
         faster = [result for result in woven if result.claim and result.speedup.value > 1]
         if not woven:
             best = max(others, key=lambda result: result.speedup.value, default=again)
@@ -107,7 +107,7 @@ class Comparison:
         if not faster:
             return f"No mode is faster than {baseline.label} beyond the noise, and all give {same}; {noise}."
         best = max(faster, key=lambda result: result.speedup.value)
-        if best.label in COMPILED:
+        if best.label in WHOLE:
             same = f"its first losses to {best.loss_difference:.0e}"
         return f"{best.label} is {best.speedup} as fast as {baseline.label}, with {same}; {noise}."
 

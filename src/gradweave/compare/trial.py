@@ -120,7 +120,8 @@ class Trial:
         self.losses += [float(loss) for loss in self._pending]
         self._pending = []
         if self.variant.whole_step is not None:
-            self.timeline = recorder.timeline(f"{self.label}, one operation at a time")
+            title = f"{self.label}, one operation at a time" if self.mode == "compile" else self.label
+            self.timeline = recorder.timeline(title)
             return
         self.timeline = recorder.timeline(self.label)
         for number in range(1, steps):
@@ -139,7 +140,8 @@ class Trial:
 
         setting = self.setting
         if self.variant.whole_step is not None:
-            self._pending.append(self.variant.whole_step(x, y))
+            with self._precision() if self.mode == "pipeline" else nullcontext():
+                self._pending.append(self.variant.whole_step(x, y))
             return
         with part(Kind.F):
             loss = self.loss(self.variant.trained, x, y)
@@ -153,9 +155,13 @@ class Trial:
 
     def loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The loss of a model on a batch, in the setting's precision."""
-        setting = self.setting
-        with torch.autocast(setting.device.type, setting.dtype, enabled=self._autocast):
-            return setting.workload.loss(model(x), y)
+        with self._precision():
+            return self.setting.workload.loss(model(x), y)
+
+    def _precision(self) -> AbstractContextManager[None]:
+        if not self._autocast:
+            return nullcontext()
+        return torch.autocast(self.setting.device.type, self.setting.dtype)
 
     def finish(self) -> None:
         """Ends the training; the model's weights are then final."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave.compare.piped import PipedStep
 from gradweave.daso import DASO
 from gradweave.data_parallel import DataParallel
 from gradweave.errors import ArgumentError
@@ -31,9 +32,9 @@ STOCK = ("loop", "foreach", "fused")
 FUSED = ("backward", "forward", "auto")
 WOVEN = (*FUSED, "reorder", "daso", "data_parallel")
 """Those that must give the stock weights, bit for bit; the last two, since this is one process."""
-COMPILED = ("compile",)
-"""Those that must give the stock losses, to rounding."""
-MODES = (*STOCK, "hook", *WOVEN, *COMPILED)
+WHOLE = ("compile", "pipeline")
+"""Those that take steps as a whole, and must give the stock losses, to rounding."""
+MODES = (*STOCK, "hook", *WOVEN, *WHOLE)
 DESCRIPTIONS = {
     "loop": "stock, one parameter after the other",
     "foreach": "stock, multi-tensor operations",
@@ -46,6 +47,7 @@ DESCRIPTIONS = {
     "daso": "gradweave: exchanges between nodes; one process has none, and must not be slower for it",
     "data_parallel": "gradweave: averages over ranks; one process has none, and must not be slower for it",
     "compile": "gradweave: forward, backward and update as one compiled graph",
+    "pipeline": "gradweave: two micro-batches through a pipeline; one process has all stages, and nothing to gain",
 }
 
 
@@ -84,7 +86,7 @@ class Variant:
         self.fusion: Fusion | None = None
         self.reordering: Reordering | None = None
         self.daso: DASO | None = None
-        self.whole_step: Step | None = None
+        self.whole_step: Step | PipedStep | None = None
         self.trained: nn.Module = model
         make = OPTIMIZERS[optimizer]
         self._hooked: list[Optimizer] = []
@@ -101,8 +103,10 @@ class Variant:
                 self.daso = DASO(model, self.optimizer)
             elif mode == "data_parallel":
                 self.trained = DataParallel(model, self.optimizer)
-            elif mode in COMPILED:
+            elif mode == "compile":
                 self.whole_step = compile(model, objective, self.optimizer, max_grad_norm=max_norm)
+            elif mode == "pipeline":
+                self.whole_step = PipedStep(model, self.optimizer, objective, max_norm)
 
     def _attach_hooks(self, model: nn.Module, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
         own = {p: make([p]) for p in model.parameters()}
@@ -142,6 +146,8 @@ class Variant:
             self.daso.finish()
         if isinstance(self.trained, DataParallel):
             self.trained.detach()
+        if isinstance(self.whole_step, PipedStep):
+            self.whole_step.close()
 
     def explain(self) -> str:
         """What is done, in a line."""
