@@ -87,7 +87,7 @@ def _print(result: Comparison, title: str) -> None:
     console = Console(soft_wrap=True)
     console.print(table)
     for row in result.results:
-        if row.label in ("backward", "forward", "auto", "reorder", "daso", "data_parallel"):
+        if row.label in ("backward", "forward", "auto", "reorder", "daso", "data_parallel", "pipeline"):
             console.print(f"{row.label}: {row.description}", highlight=False, markup=False)
     console.print(f"\n{result.verdict}", highlight=False, markup=False)
 
