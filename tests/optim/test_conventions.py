@@ -370,8 +370,10 @@ def test_fusion_is_refused(cls, trained):
     optimizer = cls(model)
     if trained:
         train(model, optimizer, rows(2))
-    with pytest.raises(ArgumentError, match="optimizer="):
-        fuse(model, optimizer, "forward")
+    for mode in ("forward", "backward", "auto"):
+        with pytest.raises(ArgumentError, match="optimizer="):
+            fuse(model, optimizer, mode)
+    train(model, optimizer, rows(1))
 
 
 @every

@@ -1,10 +1,13 @@
-"""On a GPU: nothing waits for it, and steps can be captured."""
+"""On a GPU: nothing waits for it, steps can be captured, and kernels of our own give what torch's operations give."""
+
+import copy
 
 import pytest
 import torch
+from torch import nn
 
 import gradweave
-from gradweave.optim import Eva, EvaF, EvaS
+from gradweave.optim import Eva, EvaF, EvaS, fused
 from optim.models import images, loss_of, make_conv, train, weights
 
 pytestmark = [
@@ -15,6 +18,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
 ]
 every = pytest.mark.parametrize("cls", [Eva, EvaF, EvaS])
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["torch", "kernels"])
+def _kernels(request, monkeypatch):
+    monkeypatch.setattr(fused, "ENABLED", request.param)
 
 
 def batches(count):
@@ -82,3 +90,82 @@ def test_half_precision_with_gradient_scaling(cls):
         optimizer.zero_grad()
     assert torch.isfinite(weights(model)).all()
     assert scaler.get_scale() < 2.0**40
+
+
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+def test_kernels_give_what_double_precision_gives_without(cls):
+    """Layers of many sizes, aligned and not, with gradients that are given: nothing but the step differs."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    model = nn.ModuleList(
+        [
+            nn.Linear(768, 2304), nn.Linear(1001, 37), nn.Linear(4, 5000, bias=False), nn.Conv2d(64, 64, 3, bias=False),
+            nn.Conv2d(32, 32, 3, groups=32), nn.ConvTranspose2d(8, 6, 3, groups=2), nn.LayerNorm(999),
+            nn.Conv2d(16, 24, 3).to(memory_format=torch.channels_last), nn.Embedding(1000, 64),
+        ]
+    ).cuda()  # fmt: skip
+    slow = copy.deepcopy(model).double()
+    dampings = {"damping": 1.0, "weight_decay": 0.1}
+    optimizer, stock = cls(model, **dampings), cls(slow, foreach=False, **dampings)
+    for _ in range(3):
+        for p, q in zip(model.parameters(), slow.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.double()
+            if "record" in optimizer.state[p]:
+                record = optimizer.state[p]["record"]
+                record.normal_()
+                record[optimizer.state[p]["input_vector"].numel()] = 7.0
+                stock.state[q]["record"].copy_(record)
+        optimizer.step()
+        stock.step()
+        for p, q in zip(model.parameters(), slow.parameters(), strict=True):
+            for one, other in [(p, q), *((optimizer.state[p][key], stock.state[q][key]) for key in stock.state[q])]:
+                one, other = (torch.as_tensor(x).detach().double().cpu() for x in (one, other))
+                assert (one - other).abs().max() <= 5e-5 * other.abs().max().clamp_min(1e-3), tuple(p.shape)
+    assert len(optimizer._fused.plans) == 1
+
+
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+def test_eager_steps_between_replays_of_a_captured_one(cls):
+    """Each has a table of addresses of its own."""
+    pytest.importorskip("triton")
+    model, other = make_conv().cuda(), make_conv().cuda()
+    optimizer, stock = cls(model), cls(other)
+    given = batches(8)
+    x = given[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train(model, optimizer, given[:3])
+    torch.cuda.current_stream().wait_stream(side)
+    train(other, stock, given[:3])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for number, batch in enumerate(given[3:]):
+        train(other, stock, [batch])
+        if number % 2:
+            train(model, optimizer, [batch])
+        else:
+            x.copy_(batch)
+            graph.replay()
+        assert torch.allclose(weights(model), weights(other), atol=1e-2)
+    assert all(plan.is_in_graph for plan in optimizer._fused.plans.values())
+
+
+@every
+def test_a_state_dict_that_was_on_the_cpu(cls):
+    model, other = make_conv().cuda(), make_conv().cuda()
+    optimizer, resumed = cls(model), cls(other)
+    train(model, optimizer, batches(2))
+    other.load_state_dict(model.state_dict())
+    on_cpu = optimizer.state_dict()
+    on_cpu["state"] = {
+        index: {key: x.cpu().clone() if isinstance(x, torch.Tensor) else x for key, x in entry.items()}
+        for index, entry in on_cpu["state"].items()
+    }
+    resumed.load_state_dict(on_cpu)
+    losses = train(model, optimizer, batches(2))
+    assert train(other, resumed, batches(2)) == pytest.approx(losses, rel=1e-3)

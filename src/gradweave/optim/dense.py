@@ -47,6 +47,9 @@ class DenseOptimizer(VectorOptimizer):
         """The scale of all directions, given P·G of each layer."""
         raise NotImplementedError
 
+    def begin_refresh(self, layers: list[Layer]) -> None:
+        """Before directions are found: which layers are to have new inverses."""
+
     def after_step(self, *, next_is_fresh: bool) -> None:
         """Told whether the next step inverts anew."""
 
@@ -69,6 +72,8 @@ class DenseOptimizer(VectorOptimizer):
             self.after_step(next_is_fresh=True)
             return
         inverse = self._inverse_scale(keep)
+        fresh_layers = [layer for layer in layers if layer.state["steps"] % self.refresh == 0]
+        self.begin_refresh(fresh_layers)
         targets: list[Target] = []
         agreements = []
         for layer in layers:

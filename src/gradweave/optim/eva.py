@@ -15,6 +15,7 @@ from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture
 from gradweave.optim.exchange import average_records, group_of
 from gradweave.optim.family import Layer, VectorOptimizer, loss_scale, parameters_of
+from gradweave.optim.fused import FusedStep, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode
 from gradweave.optim.rules import INPUTS, JOINT, KL_CLIP, NORMALIZE, TWO_SIDED, Direction, Manner, Number, direction
 
@@ -50,6 +51,7 @@ class _CapturedVectors(VectorOptimizer):
                 "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
             )
         super().__init__(given, defaults, manner)
+        self._fused = FusedStep(self)
         self._attach()
 
     def padding_mask(self, mask: torch.Tensor) -> Masked:
@@ -124,6 +126,11 @@ class _CapturedVectors(VectorOptimizer):
         if self._process_group is not None:
             states = [self.state[p] for group in self.param_groups for p in group["params"]]
             average_records([state["record"] for state in states if "record" in state], self._process_group)
+
+    def step_in_kernels(self, layers: list[Layer], others: list[tuple[torch.Tensor, dict[str, Any]]]) -> bool:
+        """Takes a step of our own rule on a GPU."""
+        fused: FusedStep | None = vars(self).get("_fused")
+        return fused is not None and is_fusible(self.manner) and fused.take(self, layers, others)
 
     def find_direction(
         self, layer: Layer, gradient_square: torch.Tensor, factor: Number, keep: torch.Tensor
@@ -249,7 +256,8 @@ class EvaF(_CapturedVectors):
         betas: AdamW's.
         eps: AdamW's.
         maximize: Go up, not down.
-        foreach: Update many tensors at once; by default on a GPU.
+        foreach: Update many tensors at once by torch's operations, or each by itself; by default the former, and
+            kernels of our own on a GPU where they apply.
         capturable: Accepted for its convention: a step never waits for the device, and can always be captured.
         process_group: Over which vectors are averaged; by default DistributedDataParallel's.
         faithful: The algorithm as published.

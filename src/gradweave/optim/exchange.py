@@ -1,4 +1,4 @@
-"""Vectors of data-parallel ranks: one flat all-reduce per step."""
+"""Vectors and moments of data-parallel ranks: one flat all-reduce when they are used."""
 
 from __future__ import annotations
 
@@ -26,8 +26,14 @@ def average_records(records: list[torch.Tensor], process_group: Any) -> None:
     """
     if not records or dist.get_world_size(process_group) == 1:
         return
-    flat = torch.cat([record.flatten() for record in records])
+    add_up(records, process_group, average=True)
+
+
+def add_up(tensors: list[torch.Tensor], process_group: Any, *, average: bool = False) -> None:
+    """Sums tensors over ranks in one flat message, or averages them, in place."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=process_group)
-    flat /= dist.get_world_size(process_group)
-    for record, part in zip(records, flat.split([record.numel() for record in records]), strict=True):
-        record.copy_(part)
+    if average:
+        flat /= dist.get_world_size(process_group)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view(tensor.shape))

@@ -102,6 +102,10 @@ class VectorOptimizer(Optimizer):
     def begin_step(self) -> None:
         """Before anything of a step is computed."""
 
+    def step_in_kernels(self, layers: list[Layer], others: list[tuple[torch.Tensor, dict[str, Any]]]) -> bool:  # noqa: ARG002
+        """Takes a step in kernels of its own, where there are any; False if there are none."""
+        return False
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters: those that have vectors as one group, the others as another.
 
@@ -142,6 +146,8 @@ class VectorOptimizer(Optimizer):
             for key in _PRECISE:
                 if key in entry:
                     self.state[p][key] = entry[key].detach().clone().to(device=p.device, dtype=wide_dtype(p))
+            if isinstance(entry.get("step"), torch.Tensor):
+                self.state[p]["step"] = entry["step"].detach().clone().to(p.device)
 
     def _first_order_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The hyperparameters of a group for the first-order rule: its own, where none are given."""
@@ -218,6 +224,8 @@ class VectorOptimizer(Optimizer):
             self.prepare_layer(layer)
         for p, group in others:
             first_order.prepare(p, self.state[p], group["rule"])
+        if self.step_in_kernels(layers, others):
+            return
         squares = [_square(layer.grad, layer.bias_grad) for layer in layers]
         keep = self._may_step([*squares, *(_square(p.grad) for p, _ in others)])
         self.begin_step()

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradweave.optim.dense import DenseOptimizer, kl_scale
+from gradweave.optim.exchange import add_up, group_of
 from gradweave.optim.family import Layer, loss_scale
-from gradweave.optim.moments import MomentCapture, MomentTap
+from gradweave.optim.moments import MomentCapture, Moments, MomentTap
 
 
 class _Moments(DenseOptimizer):
@@ -33,7 +35,10 @@ class _Moments(DenseOptimizer):
         first_order: str = "sgd",
         first_order_lr: float | None = None,
         maximize: bool = False,
+        process_group: Any = None,
     ) -> None:
+        self._process_group = group_of(model, process_group)
+        self._moments: dict[int, Moments] = {}
         self._capture = MomentCapture(model, outputs=self.outputs)
         self._taps: dict[int, MomentTap] = {id(layer.weight): layer.tap for layer in self._capture.layers}
         defaults = {
@@ -64,17 +69,23 @@ class _Moments(DenseOptimizer):
             tap.clear()
             tap.wanted = next_is_fresh
 
+    def begin_refresh(self, layers: list[Layer]) -> None:
+        """Adds moments up over data-parallel ranks."""
+        self._moments = {id(layer.weight): self._taps[id(layer.weight)].caught(layer.weight) for layer in layers}
+        if self._process_group is not None and layers and dist.get_world_size(self._process_group) > 1:
+            add_up([x for moments in self._moments.values() for x in moments.tensors], self._process_group)
+
     def find_dense(self, layer: Layer, *, fresh: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Blends moments and inverts them if it is time, and multiplies from one or both sides."""
-        state, tap = layer.state, self._taps[id(layer.weight)]
-        if fresh and tap.inputs_sum is not None:
+        state = layer.state
+        moments = self._moments.pop(id(layer.weight), None) if fresh else None
+        places, samples = (0.0, 0.0) if moments is None else moments.counts.tolist()
+        if moments is not None and places > 0:
             weight = layer.group["running_average"]
-            unscaled = float(loss_scale(self)) ** -2 if self.outputs else 1.0
-            places_per_sample = tap.places / tap.samples
-            inputs = tap.inputs_sum * (places_per_sample / tap.places if self.outputs else 1 / tap.places)
-            _blend(state, "inputs", inputs, weight)
-            if tap.outputs_sum is not None:
-                _blend(state, "outputs", tap.outputs_sum * (tap.samples**2 / tap.places) * unscaled, weight)
+            _blend(state, "inputs", moments.inputs / (samples if self.outputs else places), weight)
+            if moments.outputs is not None:
+                unscaled = float(loss_scale(self)) ** -2
+                _blend(state, "outputs", moments.outputs * (unscaled / places), weight)
             self.invert(state, layer.group["damping"])
         matrix = layer.grad.reshape(len(layer.grad), -1)
         if layer.bias_grad is not None:

@@ -91,6 +91,19 @@ class MomentTap:
         rows = x.reshape(-1, self.layout.inputs)
         return torch.cat((rows, torch.ones_like(rows[:, :1])), 1) if self.with_bias else rows
 
+    def caught(self, weight: torch.Tensor) -> Moments:
+        """What was caught, in a form that adds up over ranks; zeros where nothing was."""
+        dtype = vector_dtype(weight)
+        inputs, outputs = self.inputs_sum, self.outputs_sum
+        if inputs is None:
+            inputs = _square_of_zeros(self.layout.inputs + int(self.with_bias), dtype, weight.device)
+        if self.outputs and outputs is None:
+            outputs = _square_of_zeros(self.layout.outputs, dtype, weight.device)
+        if outputs is not None:
+            outputs = outputs * float(self.samples) ** 2
+        counts = torch.tensor([self.places, self.samples], dtype=inputs.dtype).to(weight.device)
+        return Moments(inputs, outputs, counts)
+
     def clear(self) -> None:
         """Forgets what was caught."""
         self.inputs_sum = self.outputs_sum = None
@@ -101,6 +114,30 @@ class MomentTap:
 
     def __reduce__(self) -> Any:
         return Inert, ()
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over places of a layer.
+
+    Attributes:
+        inputs: Outer products of inputs.
+        outputs: Those of the gradients that each sample's own loss has with respect to outputs.
+        counts: Places and samples.
+    """
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor | None
+    counts: torch.Tensor
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of it."""
+        return [self.inputs, self.counts] if self.outputs is None else [self.inputs, self.outputs, self.counts]
+
+
+def _square_of_zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size, size, dtype=dtype, device=device)
 
 
 def _added(total: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,372 @@
+"""A step in Triton kernels, each for many tensors: two passes over the gradients, and nothing waits.
+
+The first pass takes the norms and the products with vectors that scales need; the second one makes the direction
+and writes momentum and weight. Between them lie a few launches on numbers and vectors. Tables of shapes are
+made once; addresses travel as arguments of a kernel, and only where they are others than in the last step. While a
+CUDA graph is captured they go to a table of the graph's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+from gradweave.announce import announce
+from gradweave.compat.optim import add_all
+from gradweave.optim.first_order import SGD
+from gradweave.optim.fused_inputs import (
+    Other,
+    Unsuitable,
+    addresses_of,
+    flat_shape,
+    gradients_are_plain,
+    groups_of,
+    layer_shape,
+)
+from gradweave.optim.fused_tables import Blocks, FlatShape, LayerShape, Segment, Tables, make_tables
+from gradweave.optim.rules import INPUTS, LAYER, TWO_SIDED, Manner, Number
+
+if TYPE_CHECKING:
+    from gradweave.optim.family import Layer
+
+ENABLED = False
+"""Whether steps on a GPU are the kernels'. They have run in Triton's interpreter only; until they have on a GPU, no."""
+BLOCKS = Blocks()
+_WRITTEN_AT_ONCE = 32
+_ROOM = 64
+_OLDEST = (7, 0)
+_MOST_PLANS = 16
+"""How many sets of shapes are remembered besides those that a graph was captured with."""
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether kernels can be launched for a device."""
+    return ENABLED and device.type == "cuda" and _compiles_for(device)
+
+
+@cache
+def _compiles_for(device: torch.device) -> bool:
+    """Whether there is a Triton, and it knows the device."""
+    if find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= _OLDEST:
+        return True
+    announce(f"optim: no kernels of our own on {device}, since there is no Triton for it")
+    return False
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched for a device goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def is_fusible(manner: Manner) -> bool:
+    """Whether the kernels know a rule: our own, whose scale is each layer's, with vectors known before the gradient."""
+    plain = manner.relative and manner.decoupled and not manner.divided and not manner.nesterov_twice
+    return plain and manner.trust == LAYER and manner.formula in (INPUTS, TWO_SIDED)
+
+
+@dataclass
+class _Plan:
+    """The tables of one set of shapes, and the addresses that were last written for it.
+
+    Attributes:
+        tables: The tables.
+        addresses: By name.
+        one: A one on the device.
+        is_in_graph: Whether a captured graph reads the tables.
+    """
+
+    tables: Tables
+    addresses: dict[str, _Addresses]
+    one: torch.Tensor
+    is_in_graph: bool = False
+
+
+class _Addresses:
+    """A table of addresses on the device, and what it holds."""
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._size = -(-max(count, 1) // _WRITTEN_AT_ONCE) * _WRITTEN_AT_ONCE
+        self._table = torch.zeros(self._size, dtype=torch.int64, device=device)
+        self._known = [0] * self._size
+
+    def holding(self, addresses: list[int], kernels: Any, *, capturing: bool, moves: bool) -> torch.Tensor:
+        """A table with these addresses.
+
+        Args:
+            addresses: What it is to hold.
+            kernels: Their module.
+            capturing: Whether a CUDA graph is being captured, which writes what it reads by itself.
+            moves: Whether these are of tensors that a step makes anew; a graph shares the others' table.
+        """
+        wanted = addresses + [0] * (self._size - len(addresses))
+        if not moves and wanted == self._known:
+            return self._table
+        table = torch.empty_like(self._table) if capturing else self._table
+        for start in range(0, self._size, _WRITTEN_AT_ONCE):
+            part = wanted[start : start + _WRITTEN_AT_ONCE]
+            if capturing or part != self._known[start : start + _WRITTEN_AT_ONCE]:
+                kernels.write_numbers[(1,)](table, start, *part)
+        if not capturing:
+            self._known = wanted
+        return table
+
+
+class FusedStep:
+    """The kernels' part of an optimizer: plans by shapes.
+
+    Args:
+        optimizer: The one it belongs to; copies of that have none.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.plans: dict[Any, _Plan] = {}
+        self._owner = ref(optimizer)
+        self._last: tuple[Any, _Plan] | None = None
+
+    def take(self, optimizer: Any, layers: list[Layer], others: list[Other]) -> bool:
+        """Takes a step whose state is prepared; False if that must be done in another way."""
+        device = (layers[0].weight if layers else others[0][0]).device
+        mine = self._owner() is optimizer
+        if not mine or not layers or not has_kernels(device) or torch.compiler.is_compiling():
+            return False
+        if any(layer.group["foreach"] is not None for layer in layers):
+            return False
+        capturing = is_capturing(device)
+        try:
+            groups = groups_of(layers, others, device)
+            addresses = addresses_of(optimizer, layers, others)
+            plan = self._plan(optimizer, groups, layers, others, addresses, device, capturing=capturing)
+        except Unsuitable as reason:
+            announce(f"optim: no kernels of our own for this step, since {reason}")
+            return False
+        optimizer.begin_step()
+        with _on(device):
+            _Step(optimizer, plan, list(groups.values()), layers, others, addresses, capturing=capturing).take()
+        return True
+
+    def _plan(
+        self,
+        optimizer: Any,
+        groups: dict[int, dict[str, Any]],
+        layers: list[Layer],
+        others: list[Other],
+        addresses: dict[str, list[int]],
+        device: torch.device,
+        *,
+        capturing: bool,
+    ) -> _Plan:
+        """The tables for a step: the last one's, if nothing has moved but gradients, or those of its shapes."""
+        members = [id(layer.group) for layer in layers], [id(group) for _, group in others]
+        now = (members, addresses["fixed"], addresses["flat_fixed"], device, BLOCKS)
+        if self._last is not None and self._last[0] == now and gradients_are_plain(layers, others, addresses):
+            plan = self._last[1]
+        else:
+            shapes = [layer_shape(layer, groups, device) for layer in layers]
+            flats = [flat_shape(p, group, optimizer.state[p], groups, device) for p, group in others]
+            plan = self._plan_of(shapes, flats, device, capturing=capturing)
+            are_aligned = all(shape.aligned for shape in shapes) and all(flat.aligned for flat in flats)
+            self._last = (now, plan) if are_aligned else None
+        plan.is_in_graph = plan.is_in_graph or capturing
+        return plan
+
+    def _plan_of(
+        self, shapes: list[LayerShape], flats: list[FlatShape], device: torch.device, *, capturing: bool
+    ) -> _Plan:
+        key = (tuple(shapes), tuple(flats), device, BLOCKS)
+        plan = self.plans.get(key)
+        if plan is None:
+            if capturing:
+                raise Unsuitable("a CUDA graph is being captured before a step like this one has run")
+            tables = make_tables(shapes, flats, BLOCKS, device)
+            sizes = {"fixed": 8 * len(shapes), "gradients": 2 * len(shapes)}
+            sizes |= {"flat_fixed": 4 * len(flats), "flat_gradients": len(flats)}
+            addresses = {name: _Addresses(size, device) for name, size in sizes.items()}
+            self._forget()
+            plan = self.plans[key] = _Plan(tables, addresses, torch.ones(1, device=device))
+        return plan
+
+    def _forget(self) -> None:
+        """Makes room for a plan: the oldest goes that no graph needs."""
+        old = [key for key, plan in self.plans.items() if not plan.is_in_graph]
+        if len(old) >= _MOST_PLANS:
+            del self.plans[old[0]]
+
+
+class _Step:
+    """One step: addresses, room, and launches."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        plan: _Plan,
+        groups: list[dict[str, Any]],
+        layers: list[Layer],
+        others: list[Other],
+        addresses: dict[str, list[int]],
+        *,
+        capturing: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self.plan = plan
+        self.groups = groups
+        self.layers = layers
+        self.others = others
+        self.kernels = import_module("gradweave.optim.fused_kernels")
+        self.flat_kernels = import_module("gradweave.optim.flat_kernels")
+        tables = plan.tables
+        counts = tables.count_of
+        room = {
+            "vectors": tables.elements,
+            "tile_squares": counts["tiles"],
+            "block_sums": 8 * counts["blocks"],
+            "matrix_numbers": 8 * counts["matrices"],
+            "layer_numbers": 8 * counts["layers"],
+        }
+        padded = [-(-max(size, 1) // _ROOM) * _ROOM for size in room.values()]
+        parts = torch.empty(sum(padded), device=plan.one.device).split(padded)
+        self.room = dict(zip(room, parts, strict=True))
+        self.at = {
+            name: plan.addresses[name].holding(
+                values, self.flat_kernels, capturing=capturing, moves=name.endswith("gradients")
+            )
+            for name, values in addresses.items()
+        }
+
+    def take(self) -> None:
+        """All launches of the step."""
+        counts = self.plan.tables.count_of
+        first_chunk = -(-counts["layers"] // _ROOM) * _ROOM
+        squares = torch.zeros(first_chunk + counts["chunks"], device=self.plan.one.device)
+        self._make_vectors()
+        self._measure(squares, squares[first_chunk:])
+        keep = self.optimizer._may_step([squares.to(torch.float64).sum()])
+        taken = keep.to(torch.int32).view(1)
+        self._write(taken)
+        if self.others:
+            self._update_others(taken, self.optimizer._inverse_scale(keep))
+        torch.autograd.graph.increment_version(list(self._written()))
+
+    def _make_vectors(self) -> None:
+        """The vectors that layers will have if the step is taken."""
+        kernels, tables, room, at = self.kernels, self.plan.tables, self.room, self.at
+        kernels.look[(len(self.layers),)](tables.layers, at["fixed"], room["layer_numbers"], BLOCKS.long)
+        for member, (first, count) in tables.matrices_of.items():
+            group = self.groups[member]
+            kernels.blend[(count,)](
+                tables.layers, tables.matrices, at["fixed"], at["gradients"], room["layer_numbers"],
+                room["matrix_numbers"], room["vectors"], float(group["running_average"]), _sign(group), first,
+                BLOCKS.long,
+            )  # fmt: skip
+
+    def _measure(self, squares: torch.Tensor, chunk_squares: torch.Tensor) -> None:
+        """The first pass over gradients: their squares, and layers' scales."""
+        kernels, tables, room, at = self.kernels, self.plan.tables, self.room, self.at
+        for part in tables.tile_segments:
+            kernels.measure[(part.count,)](
+                tables.tiles, tables.matrices, at["gradients"], room["vectors"], room["tile_squares"], part.first,
+                tables.with_left, part.aligned, part.rows, part.columns, num_warps=8,
+            )  # fmt: skip
+        kernels.gather[(tables.count_of["blocks"],)](
+            tables.blocks, tables.matrices, at["gradients"], room["vectors"], room["block_sums"],
+            tables.with_left, BLOCKS.parts, BLOCKS.vector,
+        )  # fmt: skip
+        for member, (first, count) in tables.matrices_of.items():
+            on_inputs, on_outputs = self.groups[member]["damping"], self.groups[member]["output_damping"]
+            kernels.combine[(count,)](
+                tables.matrices, room["block_sums"], room["tile_squares"], room["matrix_numbers"], float(on_inputs),
+                float(on_inputs if on_outputs is None else on_outputs), first, BLOCKS.vector,
+            )  # fmt: skip
+        kernels.settle[(len(self.layers),)](
+            tables.layers, at["fixed"], room["matrix_numbers"], room["layer_numbers"], squares, BLOCKS.vector
+        )
+        for part in tables.chunk_segments:
+            self.flat_kernels.measure_flat[(part.count,)](
+                tables.chunks, at["flat_gradients"], chunk_squares, part.first, part.aligned, BLOCKS.flat
+            )
+
+    def _write(self, taken: torch.Tensor) -> None:
+        """The second pass over gradients: momentum and weights, and then vectors."""
+        kernels, tables, room, at = self.kernels, self.plan.tables, self.room, self.at
+        for part in tables.tile_segments:
+            group = self.groups[part.member]
+            rate, is_tensor = _rate(group)
+            kernels.apply[(part.count,)](
+                tables.tiles, tables.matrices, at["fixed"], at["gradients"], room["vectors"], room["matrix_numbers"],
+                room["layer_numbers"], taken, rate, float(group["momentum"]), float(group["weight_decay"]),
+                _sign(group), part.first, tables.with_left, is_tensor, part.aligned, part.rows, part.columns,
+                num_warps=8,
+            )  # fmt: skip
+        kernels.commit[(tables.count_of["matrices"],)](
+            tables.layers, tables.matrices, at["fixed"], room["vectors"], taken, BLOCKS.long
+        )
+
+    def _update_others(self, taken: torch.Tensor, inverse: Number) -> None:
+        scale = inverse.to(torch.float32).view(1) if isinstance(inverse, torch.Tensor) else self.plan.one
+        corrections = self._corrections(taken)
+        for part in self.plan.tables.chunk_segments:
+            self._launch_flat(part, corrections, taken, scale)
+
+    def _launch_flat(self, part: Segment, corrections: torch.Tensor, taken: torch.Tensor, scale: torch.Tensor) -> None:
+        group, at, chunks = self.groups[part.member], self.at, self.plan.tables.chunks
+        rate, is_tensor = _rate(group)
+        decay, sign = float(group["weight_decay"]), _sign(group)
+        if group["rule"] == SGD:
+            self.flat_kernels.apply_sgd[(part.count,)](
+                chunks, at["flat_fixed"], at["flat_gradients"], taken, scale, rate, float(group["momentum"]), decay,
+                sign, part.first, is_tensor, part.aligned, BLOCKS.flat,
+            )  # fmt: skip
+            return
+        beta1, beta2 = map(float, group["betas"])
+        self.flat_kernels.apply_adamw[(part.count,)](
+            chunks, at["flat_fixed"], at["flat_gradients"], corrections, taken, scale, rate, beta1, 1 - beta1, beta2,
+            1 - beta2, float(group["eps"]), decay, sign, part.first, is_tensor, part.aligned, BLOCKS.flat,
+        )  # fmt: skip
+
+    def _corrections(self, taken: torch.Tensor) -> torch.Tensor:
+        """Counts AdamW's steps; what its two moments are to be divided by, of every tensor that has any."""
+        adamw = [(p, group) for p, group in self.others if group["rule"] != SGD]
+        if not adamw:
+            return self.plan.one
+        steps = [self.optimizer.state[p]["step"] for p, _ in adamw]
+        one = taken.to(torch.float32).view(())
+        add_all(steps, [one] * len(steps))
+        counted = torch.stack(steps).clamp_min(1.0)
+        if len(adamw) == len(self.others) and len({tuple(group["betas"]) for _, group in adamw}) == 1:
+            betas = adamw[0][1]["betas"]
+            return torch.stack([1 - beta**counted for beta in betas], -1)
+        position = {id(p): counted[index] for index, (p, _) in enumerate(adamw)}
+        rows = []
+        for p, group in self.others:
+            step = position.get(id(p))
+            rows += [one] * 2 if step is None else [1 - beta**step for beta in group["betas"]]
+        return torch.stack(rows)
+
+    def _written(self) -> Iterable[torch.Tensor]:
+        for layer in self.layers:
+            yield layer.weight
+            if layer.bias is not None:
+                yield layer.bias
+        for p, _ in self.others:
+            yield p
+
+
+def _rate(group: dict[str, Any]) -> tuple[Number, bool]:
+    lr = group["lr"]
+    return (lr, True) if isinstance(lr, torch.Tensor) else (float(lr), False)
+
+
+def _sign(group: dict[str, Any]) -> float:
+    return -1.0 if group["maximize"] else 1.0
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which kernels are launched for a device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

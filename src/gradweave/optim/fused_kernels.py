@@ -1,0 +1,428 @@
+# mypy: ignore-errors
+"""Triton kernels of Eva's and Eva-f's step: each for many tensors in one launch.
+
+A weight is seen as it is stored: ``G`` with rows and columns, a vector ``u`` on its rows, another one
+``v`` on its columns, and maybe a bias, which is one more column. With ``q = G v`` and ``w = uᵀ G``::
+
+    P = G - alpha q vᵀ - u (beta w - alpha beta (u·q) v)ᵀ
+
+is every direction: Eva's, Eva-f's (``u`` is zero) and those of weights that are stored transposed (the
+vectors change places). The gradient is read twice: :func:`measure` takes what the scales need,
+:func:`apply` writes momentum and weight. Sums are made of parts in a fixed order, without atomics: a step is
+the same each time.
+
+Tables are of int64, a row for each thing; what their columns are, :mod:`gradweave.optim.fused_tables` says.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _address(table, index):
+    """A tensor's memory, of which a table holds the address."""
+    return tl.load(table + index).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _finite(x):
+    return tl.abs(x) <= 3.4028234e38
+
+
+@triton.jit
+def look(layers, fixed, layer_numbers, block: tl.constexpr):
+    """Of each layer: whether what was caught is of use, its places, and whether there are vectors yet."""
+    layer = tl.program_id(0)
+    inputs = tl.load(layers + layer * 8).to(tl.int32)
+    outputs = tl.load(layers + layer * 8 + 1).to(tl.int32)
+    length = tl.load(layers + layer * 8 + 2).to(tl.int32)
+    record = _address(fixed, layer * 8 + 4)
+    old_inputs = _address(fixed, layer * 8 + 5)
+    old_outputs = _address(fixed, layer * 8 + 6)
+    at = tl.arange(0, block)
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, length, block):
+        total += tl.load(record + start + at, mask=start + at < length, other=0.0)
+    seen_inputs = tl.zeros([block], tl.float32)
+    for start in range(0, inputs, block):
+        old = tl.load(old_inputs + start + at, mask=start + at < inputs, other=0.0)
+        seen_inputs = tl.maximum(seen_inputs, tl.where(old != 0, 1.0, 0.0))
+    seen_outputs = tl.zeros([block], tl.float32)
+    for start in range(0, outputs, block):
+        old = tl.load(old_outputs + start + at, mask=start + at < outputs, other=0.0)
+        seen_outputs = tl.maximum(seen_outputs, tl.where(old != 0, 1.0, 0.0))
+    count = tl.load(record + inputs)
+    useful = (count > 0) & _finite(tl.sum(total, 0))
+    tl.store(layer_numbers + layer * 8, tl.where(useful, 1.0, 0.0))
+    tl.store(layer_numbers + layer * 8 + 1, tl.where(count > 0, count, 1.0))
+    tl.store(layer_numbers + layer * 8 + 2, tl.max(seen_inputs, 0))
+    tl.store(layer_numbers + layer * 8 + 3, tl.max(seen_outputs, 0))
+
+
+@triton.jit
+def _blended(old, new, seen, useful, weight):
+    blended = tl.where(seen > 0, old + (new - old) * weight, new)
+    return tl.where(useful > 0, blended, old)
+
+
+@triton.jit(do_not_specialize=["first"])
+def blend(
+    layers, matrices, fixed, gradients, layer_numbers, matrix_numbers, vectors, weight, sign, first,
+    block: tl.constexpr,
+):  # fmt: skip
+    """The vectors that each matrix will have if the step is taken, and their squares."""
+    matrix = first + tl.program_id(0)
+    row = matrices + matrix * 24
+    layer = tl.load(row)
+    group = tl.load(row + 1)
+    inputs = tl.load(row + 5).to(tl.int32)
+    outputs = tl.load(row + 6).to(tl.int32)
+    new_inputs = vectors + tl.load(row + 7)
+    new_outputs = vectors + tl.load(row + 8)
+    useful = tl.load(layer_numbers + layer * 8)
+    count = tl.load(layer_numbers + layer * 8 + 1)
+    seen_inputs = tl.load(layer_numbers + layer * 8 + 2)
+    seen_outputs = tl.load(layer_numbers + layer * 8 + 3)
+    record = _address(fixed, layer * 8 + 4)
+    caught = record + group * inputs
+    old_inputs = _address(fixed, layer * 8 + 5) + group * inputs
+    at = tl.arange(0, block)
+    square = tl.zeros([block], tl.float32)
+    for start in range(0, inputs, block):
+        inside = start + at < inputs
+        old = tl.load(old_inputs + start + at, mask=inside, other=0.0)
+        new = tl.load(caught + start + at, mask=inside, other=0.0) / count
+        new = _blended(old, new, seen_inputs, useful, weight)
+        tl.store(new_inputs + start + at, new, mask=inside)
+        square += tl.where(inside, new * new, 0.0)
+    tl.store(matrix_numbers + matrix * 8 + 6, tl.sum(square, 0))
+
+    # Output vectors come behind the inputs' and the count, or are the bias' gradient where no hook sees them.
+    all_inputs = tl.load(layers + layer * 8)
+    from_bias = tl.load(layers + layer * 8 + 3)
+    behind = tl.load(fixed + layer * 8 + 4) + 4 * (all_inputs + 1)
+    bias_gradient = tl.load(gradients + layer * 2 + 1)
+    address = tl.where(from_bias > 0, bias_gradient, behind)
+    there = address != 0
+    turn = tl.where(from_bias > 0, sign, 1.0)
+    source = address.to(tl.pointer_type(tl.float32)) + group * outputs
+    old_outputs = _address(fixed, layer * 8 + 6) + group * outputs
+    total = tl.zeros([block], tl.float32)
+    for start in range(0, outputs, block):
+        new = tl.load(source + start + at, mask=(start + at < outputs) & there, other=0.0)
+        total += new * new
+    size = tl.sqrt(tl.sum(total, 0))
+    factor = tl.where(size > 0, turn, 0.0) / tl.where(size > 0, size, 1.0)
+    square = tl.zeros([block], tl.float32)
+    for start in range(0, outputs, block):
+        inside = start + at < outputs
+        old = tl.load(old_outputs + start + at, mask=inside, other=0.0)
+        new = tl.load(source + start + at, mask=inside & there, other=0.0) * factor
+        new = _blended(old, new, seen_outputs, useful, weight)
+        tl.store(new_outputs + start + at, new, mask=inside)
+        square += tl.where(inside, new * new, 0.0)
+    tl.store(matrix_numbers + matrix * 8 + 7, tl.sum(square, 0))
+
+
+@triton.jit
+def _column_vector(vectors, offset, at, inside, columns, taps):
+    """The vector on the columns, in the order in which these are stored: taps may come before channels."""
+    channels = columns // taps
+    place = tl.where(taps > 1, (at % channels) * taps + at // channels, at)
+    return tl.load(vectors + offset + place, mask=inside & (offset >= 0), other=0.0)
+
+
+@triton.jit(do_not_specialize=["first"])
+def measure(
+    tiles, matrices, gradients, vectors, tile_squares, first,
+    with_left: tl.constexpr, aligned: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
+):  # fmt: skip
+    """The first pass over gradients: of a tile its part of ``q`` and ``w``, and its square."""
+    tile = first + tl.program_id(0)
+    matrix = tl.load(tiles + tile * 4)
+    first_row = tl.load(tiles + tile * 4 + 1).to(tl.int32)
+    end_row = tl.load(tiles + tile * 4 + 2).to(tl.int32)
+    first_column = tl.load(tiles + tile * 4 + 3).to(tl.int32)
+    row = matrices + matrix * 24
+    layer = tl.load(row)
+    rows = tl.load(row + 2).to(tl.int32)
+    columns = tl.load(row + 3).to(tl.int32)
+    taps = tl.load(row + 4).to(tl.int32)
+    on_rows = tl.load(row + 9)
+    on_columns = tl.load(row + 10)
+    q_parts = vectors + tl.load(row + 13) + (first_column // block_columns) * rows
+    w_parts = vectors + tl.load(row + 14) + (first_row // tl.load(row + 15).to(tl.int32)) * columns
+    start = tl.load(row + 1) * rows * columns + first_row.to(tl.int64) * columns + first_column
+    gradient = tl.load(gradients + layer * 2).to(tl.pointer_type(tl.float32))
+    if aligned:
+        columns = tl.multiple_of(columns, 4)
+        first_column = tl.multiple_of(first_column, 4)
+        start = tl.multiple_of(start, 4)
+        gradient = tl.multiple_of(gradient, 16)
+    gradient += start
+    down = tl.arange(0, block_rows)
+    along = tl.arange(0, block_columns)
+    inside = first_column + along < columns
+    v = _column_vector(vectors, on_columns, first_column + along, inside, columns, taps)
+    square = tl.zeros([block_rows, block_columns], tl.float32)
+    across = tl.zeros([block_rows, block_columns], tl.float32)
+    for above in range(0, end_row - first_row, block_rows):
+        present = first_row + above + down < end_row
+        mask = present[:, None] & inside[None, :]
+        part = tl.load(gradient + (above + down)[:, None] * columns + along[None, :], mask=mask, other=0.0)
+        tl.store(q_parts + first_row + above + down, tl.sum(part * v[None, :], 1), mask=present)
+        square += part * part
+        if with_left:
+            u = tl.load(vectors + on_rows + first_row + above + down, mask=present & (on_rows >= 0), other=0.0)
+            across += part * u[:, None]
+    if with_left:
+        tl.store(w_parts + first_column + along, tl.sum(across, 0), mask=inside)
+    tl.store(tile_squares + tile, tl.sum(tl.sum(square, 1), 0))
+
+
+@triton.jit
+def gather(
+    blocks, matrices, gradients, vectors, block_sums,
+    with_left: tl.constexpr, parts_at_once: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Adds up the parts of some elements of ``q`` (with the bias' column) or of ``w``, and what both add to sums."""
+    number = tl.program_id(0)
+    matrix = tl.load(blocks + number * 4)
+    of_columns = tl.load(blocks + number * 4 + 1)
+    first = tl.load(blocks + number * 4 + 2).to(tl.int32)
+    row = matrices + matrix * 24
+    layer = tl.load(row)
+    rows = tl.load(row + 2).to(tl.int32)
+    columns = tl.load(row + 3).to(tl.int32)
+    on_rows = tl.load(row + 9)
+    length = tl.where(of_columns > 0, columns, rows)
+    whole = vectors + tl.where(of_columns > 0, tl.load(row + 12), tl.load(row + 11))
+    parts = vectors + tl.where(of_columns > 0, tl.load(row + 14), tl.load(row + 13))
+    count = tl.where(of_columns > 0, tl.load(row + 17), tl.load(row + 16)).to(tl.int32)
+    at = first + tl.arange(0, block)
+    inside = at < length
+    down = tl.arange(0, parts_at_once)
+    total = tl.zeros([parts_at_once, block], tl.float32)
+    for part in range(0, count, parts_at_once):
+        mask = (part + down < count)[:, None] & inside[None, :]
+        total += tl.load(parts + (part + down)[:, None] * length + at[None, :], mask=mask, other=0.0)
+    found = tl.sum(total, 0)
+    bias_gradient = tl.load(gradients + layer * 2 + 1)
+    has_bias = (bias_gradient != 0) & (tl.load(row + 22) > 0) & (of_columns == 0)
+    bias = bias_gradient.to(tl.pointer_type(tl.float32)) + tl.load(row + 1) * rows
+    g = tl.load(bias + at, mask=inside & has_bias, other=0.0)
+    found += g
+    tl.store(whole + at, found, mask=inside)
+    square = tl.sum(found * found, 0)
+    tl.store(block_sums + number * 8, tl.where(of_columns > 0, 0.0, square))
+    tl.store(block_sums + number * 8 + 3, tl.sum(g * g, 0))
+    tl.store(block_sums + number * 8 + 4, tl.where(of_columns > 0, square, 0.0))
+    uq = 0.0
+    ug = 0.0
+    if with_left:
+        u = tl.load(vectors + on_rows + at, mask=inside & (on_rows >= 0) & (of_columns == 0), other=0.0)
+        uq = tl.sum(u * found, 0)
+        ug = tl.sum(u * g, 0)
+    tl.store(block_sums + number * 8 + 1, uq)
+    tl.store(block_sums + number * 8 + 2, ug)
+
+
+@triton.jit
+def _inverse(square, damping):
+    bottom = square * (1 + damping)
+    return tl.where(bottom > 0, 1.0, 0.0) / tl.where(bottom > 0, bottom, 1.0)
+
+
+@triton.jit(do_not_specialize=["first"])
+def combine(
+    matrices, block_sums, tile_squares, matrix_numbers, input_damping, output_damping, first, block: tl.constexpr
+):
+    """Of each matrix: its factors, its gradient's square, and by how much the direction's square is less."""
+    matrix = first + tl.program_id(0)
+    row = matrices + matrix * 24
+    first_block = tl.load(row + 18).to(tl.int32)
+    blocks = tl.load(row + 19).to(tl.int32)
+    first_tile = tl.load(row + 20).to(tl.int32)
+    tiles = tl.load(row + 21).to(tl.int32)
+    has_bias = tl.load(row + 22) > 0
+    is_transposed = tl.load(row + 23) > 0
+    at = tl.arange(0, block)
+    q_square = tl.zeros([block], tl.float32)
+    uq = tl.zeros([block], tl.float32)
+    ug = tl.zeros([block], tl.float32)
+    square = tl.zeros([block], tl.float32)
+    w_square = tl.zeros([block], tl.float32)
+    for start in range(0, blocks, block):
+        inside = start + at < blocks
+        sums = block_sums + (first_block + start + at) * 8
+        q_square += tl.load(sums, mask=inside, other=0.0)
+        uq += tl.load(sums + 1, mask=inside, other=0.0)
+        ug += tl.load(sums + 2, mask=inside, other=0.0)
+        square += tl.load(sums + 3, mask=inside, other=0.0)
+        w_square += tl.load(sums + 4, mask=inside, other=0.0)
+    for start in range(0, tiles, block):
+        square += tl.load(tile_squares + first_tile + start + at, mask=start + at < tiles, other=0.0)
+    on_bias = tl.sum(ug, 0)
+    across = tl.sum(uq, 0)
+    inputs_square = tl.load(matrix_numbers + matrix * 8 + 6) + tl.where(has_bias, 1.0, 0.0)
+    outputs_square = tl.load(matrix_numbers + matrix * 8 + 7)
+    on_inputs = _inverse(inputs_square, input_damping)
+    on_outputs = _inverse(outputs_square, output_damping)
+    twice_inputs = on_inputs * (2 - on_inputs * inputs_square)
+    twice_outputs = on_outputs * (2 - on_outputs * outputs_square)
+    alpha = tl.where(is_transposed, on_outputs, on_inputs)
+    beta = tl.where(is_transposed, on_inputs, on_outputs)
+    twice_alpha = tl.where(is_transposed, twice_outputs, twice_inputs)
+    twice_beta = tl.where(is_transposed, twice_inputs, twice_outputs)
+    less = twice_alpha * tl.sum(q_square, 0) + twice_beta * (tl.sum(w_square, 0) + on_bias * on_bias)
+    less -= twice_alpha * twice_beta * across * across
+    numbers = matrix_numbers + matrix * 8
+    tl.store(numbers, alpha)
+    tl.store(numbers + 1, beta)
+    tl.store(numbers + 2, alpha * beta * across)
+    tl.store(numbers + 3, beta * on_bias)
+    tl.store(numbers + 4, less)
+    tl.store(numbers + 5, tl.sum(square, 0))
+
+
+@triton.jit
+def settle(layers, fixed, matrix_numbers, layer_numbers, squares, block: tl.constexpr):
+    """Of each layer: its gradient's square, and the scale that gives its step the layer's size."""
+    layer = tl.program_id(0)
+    first = tl.load(layers + layer * 8 + 4).to(tl.int32)
+    count = tl.load(layers + layer * 8 + 5).to(tl.int32)
+    size = tl.load(_address(fixed, layer * 8 + 7))
+    at = tl.arange(0, block)
+    less = tl.zeros([block], tl.float32)
+    square = tl.zeros([block], tl.float32)
+    for start in range(0, count, block):
+        inside = start + at < count
+        numbers = matrix_numbers + (first + start + at) * 8
+        less += tl.load(numbers + 4, mask=inside, other=0.0)
+        square += tl.load(numbers + 5, mask=inside, other=0.0)
+    gradient_square = tl.sum(square, 0)
+    direction_square = tl.maximum(gradient_square - tl.sum(less, 0), 1.1920929e-07 * gradient_square)
+    length = tl.sqrt(direction_square)
+    scale = tl.where(length > 0, size, 0.0) / tl.where(length > 0, length, 1.0)
+    tl.store(layer_numbers + layer * 8 + 4, scale)
+    tl.store(squares + layer, gradient_square)
+
+
+@triton.jit(do_not_specialize=["first"])
+def apply(
+    tiles, matrices, fixed, gradients, vectors, matrix_numbers, layer_numbers, keep, rate, momentum, decay, sign, first,
+    with_left: tl.constexpr, rate_is_tensor: tl.constexpr, aligned: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr,
+):  # fmt: skip
+    """The second pass over gradients: momentum and weight of a tile, and those of the bias beside its first columns."""
+    tile = first + tl.program_id(0)
+    matrix = tl.load(tiles + tile * 4)
+    first_row = tl.load(tiles + tile * 4 + 1).to(tl.int32)
+    end_row = tl.load(tiles + tile * 4 + 2).to(tl.int32)
+    first_column = tl.load(tiles + tile * 4 + 3).to(tl.int32)
+    row = matrices + matrix * 24
+    layer = tl.load(row)
+    group = tl.load(row + 1)
+    rows = tl.load(row + 2).to(tl.int32)
+    columns = tl.load(row + 3).to(tl.int32)
+    taps = tl.load(row + 4).to(tl.int32)
+    on_rows = tl.load(row + 9)
+    on_columns = tl.load(row + 10)
+    q = vectors + tl.load(row + 11)
+    w = vectors + tl.load(row + 12)
+    numbers = matrix_numbers + matrix * 8
+    scale = tl.load(layer_numbers + layer * 8 + 4) * sign
+    alpha = tl.load(numbers)
+    beta = tl.load(numbers + 1)
+    both = tl.load(numbers + 2)
+    lr = rate
+    if rate_is_tensor:
+        lr = tl.load(rate).to(tl.float32)
+    shrink = 1 - lr * decay
+    taken = tl.load(keep) != 0
+
+    start = group * rows * columns + first_row.to(tl.int64) * columns + first_column
+    gradient = tl.load(gradients + layer * 2).to(tl.pointer_type(tl.float32))
+    weight = tl.load(fixed + layer * 8).to(tl.pointer_type(tl.float32))
+    buffer = tl.load(fixed + layer * 8 + 1).to(tl.pointer_type(tl.float32))
+    if aligned:
+        columns = tl.multiple_of(columns, 4)
+        first_column = tl.multiple_of(first_column, 4)
+        start = tl.multiple_of(start, 4)
+        gradient = tl.multiple_of(gradient, 16)
+        weight = tl.multiple_of(weight, 16)
+        buffer = tl.multiple_of(buffer, 16)
+    gradient += start
+    weight += start
+    buffer += start
+    down = tl.arange(0, block_rows)
+    along = tl.arange(0, block_columns)
+    inside = (first_column + along < columns) & taken
+    v = _column_vector(vectors, on_columns, first_column + along, inside, columns, taps)
+    right = v
+    if with_left:
+        right = beta * tl.load(w + first_column + along, mask=inside & (on_rows >= 0), other=0.0) - both * v
+
+    has_bias = (tl.load(row + 22) > 0) & (first_column == 0) & taken
+    bias_gradient = tl.load(gradients + layer * 2 + 1)
+    has_bias = has_bias & (bias_gradient != 0)
+    bias_start = group * rows
+    bias_gradients = bias_gradient.to(tl.pointer_type(tl.float32)) + bias_start
+    bias_weights = _address(fixed, layer * 8 + 2) + bias_start
+    bias_buffers = _address(fixed, layer * 8 + 3) + bias_start
+    bias_right = tl.load(numbers + 3) - both
+
+    for above in range(0, end_row - first_row, block_rows):
+        at = first_row + above + down
+        present = (at < end_row) & taken
+        mask = present[:, None] & inside[None, :]
+        place = (above + down)[:, None] * columns + along[None, :]
+        part = tl.load(gradient + place, mask=mask, other=0.0)
+        left = alpha * tl.load(q + at, mask=present, other=0.0)
+        part -= left[:, None] * v[None, :]
+        g = tl.load(bias_gradients + at, mask=present & has_bias, other=0.0) - left
+        if with_left:
+            u = tl.load(vectors + on_rows + at, mask=present & (on_rows >= 0), other=0.0)
+            part -= u[:, None] * right[None, :]
+            g -= u * bias_right
+        moved = tl.load(buffer + place, mask=mask, other=0.0) * momentum + part * scale
+        tl.store(buffer + place, moved, mask=mask)
+        tl.store(weight + place, tl.load(weight + place, mask=mask, other=0.0) * shrink - moved * lr, mask=mask)
+        moved = tl.load(bias_buffers + at, mask=present & has_bias, other=0.0) * momentum + g * scale
+        tl.store(bias_buffers + at, moved, mask=present & has_bias)
+        bias = tl.load(bias_weights + at, mask=present & has_bias, other=0.0)
+        tl.store(bias_weights + at, bias * shrink - moved * lr, mask=present & has_bias)
+
+
+@triton.jit
+def commit(layers, matrices, fixed, vectors, keep, block: tl.constexpr):
+    """The vectors become the running ones if the step is taken; what was caught is gone in any case."""
+    matrix = tl.program_id(0)
+    row = matrices + matrix * 24
+    layer = tl.load(row)
+    group = tl.load(row + 1)
+    inputs = tl.load(row + 5).to(tl.int32)
+    outputs = tl.load(row + 6).to(tl.int32)
+    new_inputs = vectors + tl.load(row + 7)
+    new_outputs = vectors + tl.load(row + 8)
+    all_inputs = tl.load(layers + layer * 8)
+    from_bias = tl.load(layers + layer * 8 + 3)
+    record = _address(fixed, layer * 8 + 4)
+    caught = record + group * inputs
+    caught_outputs = record + all_inputs + 1 + group * outputs
+    old_inputs = _address(fixed, layer * 8 + 5) + group * inputs
+    old_outputs = _address(fixed, layer * 8 + 6) + group * outputs
+    taken = tl.load(keep) != 0
+    at = tl.arange(0, block)
+    nothing = tl.zeros([block], tl.float32)
+    for start in range(0, inputs, block):
+        inside = start + at < inputs
+        new = tl.load(new_inputs + start + at, mask=inside, other=0.0)
+        tl.store(old_inputs + start + at, new, mask=inside & taken)
+        tl.store(caught + start + at, nothing, mask=inside)
+    for start in range(0, outputs, block):
+        inside = start + at < outputs
+        new = tl.load(new_outputs + start + at, mask=inside, other=0.0)
+        tl.store(old_outputs + start + at, new, mask=inside & taken)
+        tl.store(caught_outputs + start + at, nothing, mask=inside & (from_bias == 0))
+    tl.store(record + all_inputs, 0.0, mask=group == 0)

@@ -1,0 +1,88 @@
+"""Compiles the kernels for an H200, without one, as steps would launch them, and looks at how they read gradients."""
+
+import re
+
+import torch
+from torch import nn
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from gradweave.optim import Eva, EvaF, flat_kernels, fused, fused_kernels
+
+
+class NoGpu:
+    """As much of a driver as compiling takes."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, _):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+class Launch:
+    """A kernel whose launches compile it, with the types and alignments of real arguments, and no more."""
+
+    def __init__(self, name, seen):
+        self.kernel = getattr(fused_kernels, name, None) or getattr(flat_kernels, name)
+        self.ptx = seen.setdefault(name, {})
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            made = self.kernel.warmup(*args, grid=grid, **options)
+            self.ptx[made.hash] = made.asm["ptx"]
+
+        return launch
+
+
+class Kernels:
+    def __init__(self):
+        self.seen = {}
+
+    def __getattr__(self, name):
+        return Launch(name, self.seen)
+
+    def of(self, name):
+        return list(self.seen[name].values())
+
+
+def wide_accesses(ptx):
+    return len(re.findall(r"ld\.global[^;]*\.v4", ptx)), len(re.findall(r"st\.global[^;]*\.v4", ptx))
+
+
+def take_steps(cls, lr, first_order):
+    """Two steps with other addresses, of which some are not aligned."""
+    layers = [nn.Linear(300, 70), nn.Linear(64, 50), nn.Linear(9, 5), nn.Linear(301, 3), nn.LayerNorm(64)]
+    model = nn.ModuleList([*layers, nn.LayerNorm(9), nn.ConvTranspose2d(4, 4, 3)])
+    optimizer = cls(model, lr=lr, first_order=first_order)
+    for shift in range(2):
+        for p in model.parameters():
+            p.grad = torch.zeros(p.numel() + 4)[shift : shift + p.numel()].view(p.shape)
+        optimizer.step()
+
+
+def main():
+    driver.set_active(NoGpu())
+    kernels = Kernels()
+    fused.has_kernels = lambda _: True
+    fused.import_module = lambda _: kernels
+    take_steps(Eva, 0.1, "adamw")
+    take_steps(EvaF, torch.tensor(0.1), "sgd")
+    for name in ("measure", "apply", "measure_flat", "apply_adamw", "apply_sgd"):
+        wide = [wide_accesses(ptx) for ptx in kernels.of(name)]
+        assert any(loads for loads, _ in wide), name
+        assert name.startswith("measure") or any(stores for _, stores in wide), name
+        assert not all(loads for loads, _ in wide), name
+    # Addresses and places in tables are no reason to compile anew.
+    assert len(kernels.of("write_numbers")) == 1
+    assert len(kernels.of("measure")) == 4, len(kernels.of("measure"))
+    assert len(kernels.of("measure_flat")) == 2
+    assert len(kernels.of("look")) == len(kernels.of("settle")) == len(kernels.of("commit")) == 1
+    print({name: len(found) for name, found in kernels.seen.items()})
+
+
+if __name__ == "__main__":
+    main()

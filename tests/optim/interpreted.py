@@ -1,0 +1,83 @@
+"""Triton's interpreter, made ready: import this before any kernel; TRITON_INTERPRET=1 must be set already."""
+
+import gc
+import os
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+_patched = interpreter._patch_lang_tensor
+
+
+def _patch_lang_tensor(tensor, scope):
+    """As Triton's, for a numpy that makes no number of an array of one element unless it is told to."""
+    _patched(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+class _Launch:
+    """What the programs of one launch touch."""
+
+    def __init__(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+        self.starts = np.array(sorted(storages), dtype=np.int64)
+        self.ends = self.starts + np.array([storages[start] for start in self.starts.tolist()])
+        self.touched = {"load": [], "store": []}
+
+    def touch(self, what, pointers, mask):
+        """Notes the addresses that a program reads or writes; all of them must belong to a tensor."""
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.int64)
+        found = np.searchsorted(self.starts, addresses, side="right") - 1
+        assert (addresses + size <= self.ends[found]).all(), f"{what} outside of every tensor"
+        self.touched[what].append((interpreter.interpreter_builder.grid_idx[0], addresses.tolist()))
+
+    def check(self, name):
+        """Programs of one launch run at once: none may touch what another one writes."""
+        writers = {}
+        for program, addresses in self.touched["store"]:
+            for address in addresses:
+                assert writers.setdefault(address, program) == program, f"two programs of {name} write one element"
+        for program, addresses in self.touched["load"]:
+            for address in addresses:
+                assert writers.get(address, program) == program, f"a program of {name} reads what another one writes"
+
+
+@contextmanager
+def watched():
+    """Context in which kernels may touch nothing but tensors, and programs nothing that others write."""
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, run = builder.create_masked_load, builder.create_masked_store, executor.__call__
+    launches = []
+
+    def watched_load(self, pointers, mask, *others):
+        launches[-1].touch("load", pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def watched_store(self, pointers, value, mask, *others):
+        launches[-1].touch("store", pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    def watched_run(self, *args, **options):
+        launches.append(_Launch())
+        run(self, *args, **options)
+        launches[-1].check(self.fn.__name__)
+
+    builder.create_masked_load, builder.create_masked_store = watched_load, watched_store
+    executor.__call__ = watched_run
+    try:
+        yield launches
+    finally:
+        builder.create_masked_load, builder.create_masked_store = load, store
+        executor.__call__ = run
