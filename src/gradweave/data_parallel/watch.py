@@ -21,7 +21,7 @@ from gradweave.split.queue import Task
 
 _SMALL, _LARGE = 1 << 10, 1 << 20
 """Elements of the messages that a link is measured with."""
-_SMALL_REPEATS, _LARGE_REPEATS = 20, 3
+_SMALL_REPEATS, _LARGE_REPEATS = 20, 6
 """How often: what delays a message now and then must not count, and small ones are soon sent."""
 
 
@@ -136,22 +136,26 @@ class StepWatch:
 def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     """What averaging over a group takes per message and per byte, the same on all ranks.
 
-    On a CPU also what it takes of the cores that compute.
+    On a CPU also what it takes of the cores that compute: to send, receive and sum up, and to copy gradients to the message
+    and averages back.
     """
     ranks = dist.get_world_size(group)
     wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     def seconds(elements: int, repeats: int) -> tuple[float, float]:
-        message = torch.zeros(elements, device=device)
+        gradients, message = torch.zeros(elements, device=device), torch.zeros(elements, device=device)
         spent, of_cores = [], []
         for _ in range(repeats + 1):
+            busy = time.process_time()
+            message.copy_(gradients)
             wait()
-            began, busy = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
             dist.all_reduce(message, group=group)
             wait()
             spent.append(time.perf_counter() - began)
+            gradients.copy_(message.div_(ranks))
             of_cores.append(time.process_time() - busy)
-        return median(spent[1:]), median(of_cores[1:])
+        return median(spent[1:]), sum(of_cores[1:]) / repeats
 
     (small, small_busy), (large, large_busy) = seconds(_SMALL, _SMALL_REPEATS), seconds(_LARGE, _LARGE_REPEATS)
     busy = large_busy - small_busy if device.type == "cpu" else 0.0
