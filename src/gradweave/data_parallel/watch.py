@@ -136,8 +136,8 @@ class StepWatch:
 def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     """What averaging over a group takes per message and per byte, the same on all ranks.
 
-    On a CPU also what it takes of the cores that compute: to send, receive and sum up, and to copy gradients to the message
-    and averages back.
+    On a CPU also what it takes of the cores that compute: to send, receive and sum up, and to copy gradients to the
+    message and averages back.
     """
     ranks = dist.get_world_size(group)
     wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
