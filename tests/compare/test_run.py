@@ -154,7 +154,7 @@ def test_a_pipeline_of_one_process_is_judged_by_its_losses(tmp_path):
 
 
 def test_a_pipeline_in_bfloat16_runs_its_layers_in_it():
-    setting = Setting(WORKLOADS["mlp"], batch=32, dtype=torch.bfloat16)
+    setting = Setting(WORKLOADS["autoencoder"], batch=64, dtype=torch.bfloat16)
     compared = compare(setting, ["pipeline"], steps=20)
     assert "pipeline did not" not in compared.verdict
 
