@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eva_tasks import Block
 from step_variants import CUDA, Batch, Workload, captured, from_torchvision, images, loss_of, stock_step, tokens
 from torch import nn
 from torch.optim import Optimizer
@@ -37,31 +38,13 @@ OPTIMIZERS = ("sgd", "adamw", "eva", "eva-f")
 REPEATS = 20
 
 
-class _Block(nn.Module):
-    """Two convolutions and a shortcut, as CIFAR's ResNets have them."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.BatchNorm2d(outputs)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.relu(self.norm1(self.conv1(x)))
-        return torch.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
-
-
 def resnet110() -> nn.Module:
     """18 blocks of each of three widths."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     inputs = 16
     for outputs in (16, 32, 64):
         for number in range(18):
-            layers.append(_Block(inputs, outputs, 2 if number == 0 and outputs > 16 else 1))
+            layers.append(Block(inputs, outputs, 2 if number == 0 and outputs > 16 else 1))
             inputs = outputs
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]

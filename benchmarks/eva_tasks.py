@@ -83,7 +83,9 @@ def autoencoder(data: Path, device: str, *, toy: bool) -> Task:
     )
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Two convolutions and a shortcut, as CIFAR's ResNets have them."""
+
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
@@ -129,7 +131,7 @@ def cifar(data: Path, device: str, *, toy: bool) -> Task:
         layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         inputs = width
         for outputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
-            layers += [_Block(inputs, outputs, stride), _Block(outputs, outputs, 1)]
+            layers += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
             inputs = outputs
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)).to(device)
 
