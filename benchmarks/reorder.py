@@ -5,7 +5,8 @@
     python benchmarks/reorder.py draw --results benchmarks/results/reorder-h200.csv
 
 ``eager`` is the stock step, ``captured`` the same in one CUDA graph. ``split`` has the layers split as the
-following have, captured on one stream: between it and them only the schedule differs. ``side_stream``,
+following have, captured on one stream: between it and them only the schedule differs. All are captured on a stream
+of high priority, so that weight gradients on the second one fill its gaps and do not hold it up. ``side_stream``,
 ``joint`` and ``joint_bounded`` (with a bound of bytes) are captured too. A graph cannot leave work to the next, so
 ``cross_step`` has four steps in each graph, and weight gradients cross three borders of four; ``forward`` is the same
 with the layers split on one stream: forward-fusion alone. Their peak of memory is that of eager steps. ``compile`` is
@@ -69,6 +70,8 @@ POLICY_OF = {
 MEGABYTE = 1 << 20
 NOTED_AT = 8
 UNROLLED = 4
+FIRST = -1
+"""Priority of the stream that every step is captured on; that of the second stream is the default, which is lower."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ def make_variant(name: str, case: Case, folder: Path) -> Noted:
     train = stock_step(model, optimizer)
     if not in_graph:
         return Noted(lambda batch: train(*batch), handle, path)
-    return Noted(captured(train) if fusion is None else several_captured(train, fusion), handle, path)
+    return Noted(captured(train, priority=FIRST) if fusion is None else several_captured(train, fusion), handle, path)
 
 
 def several_captured(train: Callable[..., torch.Tensor], fusion: Fusion) -> Callable[[Batch], torch.Tensor | None]:
@@ -209,7 +212,7 @@ def several_captured(train: Callable[..., torch.Tensor], fusion: Fusion) -> Call
     Until then they are eager; the same steps, with the same losses.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream(priority=FIRST)
     static: list[list[torch.Tensor]] = []
     calls = 0
 
@@ -255,7 +258,7 @@ def predictions(costs: Costs) -> dict[str, float]:
 def measure(case: Case, children: dict[str, Child], ready: dict[str, dict[str, object]], folder: Path) -> None:
     predicted = predictions(costs_of(case, folder))
     rows: list[dict[str, object]] = []
-    for name, one in take_turns(children, ready, BASELINE).items():
+    for name, one in take_turns(children, ready, arguments.baseline).items():
         variant = name.removesuffix(AGAIN)
         note = json.loads(note_path(folder, case, variant).read_text())
         expected = predicted.get(POLICY_OF.get(variant, ""))
@@ -263,7 +266,7 @@ def measure(case: Case, children: dict[str, Child], ready: dict[str, dict[str, o
             "case": case.name, "mode": name, "ms_20": f"{one.low:.4f}", "ms_50": f"{one.middle:.4f}",
             "ms_80": f"{one.high:.4f}", "speedup": f"{one.ratio.value:.4f}", "speedup_low": f"{one.ratio.low:.4f}",
             "speedup_high": f"{one.ratio.high:.4f}", "peak_mib": f"{max(one.ready['peaks'][1:]) / MEGABYTE:.1f}",
-            "largest_relative_loss_difference": f"{one.off:.2e}", "against": BASELINE,
+            "largest_relative_loss_difference": f"{one.off:.2e}", "against": arguments.baseline,
             "predicted_ms": "" if expected is None else f"{expected:.4f}",
             "predicted_off": "" if expected is None else f"{expected / one.middle - 1:+.3f}",
             "budget_mib": f"{case.budget / MEGABYTE:.3f}" if variant == "joint_bounded" else "",
@@ -287,17 +290,17 @@ def measure_costs_first(cases: list[Case]) -> None:
 
 def measure_together(cases: list[Case], folder: Path) -> None:
     """Everything is made ready at once, then timed one at a time."""
-    measure_costs_first(cases)
     chosen = arguments.variants.split(",") if arguments.variants else None
     everyone = {
         case.name: {name: Child(__file__, case.name, name, **child_environment()) for name in chosen or case.variants}
         for case in cases
     }
-    ready = {name: ready_ones(children) for name, children in everyone.items()}
+    until = time.monotonic() + arguments.patience
+    ready = {name: ready_ones(children, until) for name, children in everyone.items()}
     for case in cases:
         print(case.name, flush=True)
         children = everyone[case.name]
-        if BASELINE in ready[case.name]:
+        if arguments.baseline in ready[case.name]:
             able = {name: child for name, child in children.items() if name in ready[case.name]}
             measure(case, able, ready[case.name], folder)
         for child in children.values():
@@ -368,6 +371,8 @@ def main() -> None:
     done = {row["case"] for row in read(arguments.results)}
     left = [CASES[name] for name in names if name not in done]
     began, longest = time.monotonic(), 0.0
+    measure_costs_first(left)
+    print(f"costs are measured, after {time.monotonic() - began:.0f} s", flush=True)
     while left:
         part_began = time.monotonic()
         if part_began + longest - began > 60 * arguments.minutes:
@@ -385,8 +390,10 @@ if __name__ == "__main__":
     parser.add_argument("--results", type=Path)
     parser.add_argument("--workload", action="append", choices=tuple(CASES), help="once for each; all unless given")
     parser.add_argument("--variant", help="of a child")
-    parser.add_argument("--variants", help="only these, with commas between them; split must be one")
+    parser.add_argument("--variants", help="only these, with commas between them; the baseline must be one")
+    parser.add_argument("--baseline", default=BASELINE, help="what all are compared with")
     parser.add_argument("--together", type=int, default=2, help="workloads whose variants are made ready at once")
+    parser.add_argument("--patience", type=float, default=1e6, help="seconds in which a variant must be ready")
     parser.add_argument("--minutes", type=float, default=8.0, help="no workload is begun that would end later")
     arguments = parser.parse_args()
     main()

@@ -130,8 +130,8 @@ def stock_step(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Callable
     return train
 
 
-def captured(train: Callable[..., torch.Tensor]) -> Callable[[Batch], torch.Tensor]:
-    """The whole step in one CUDA graph, captured at the fourth call."""
+def captured(train: Callable[..., torch.Tensor], *, priority: int = 0) -> Callable[[Batch], torch.Tensor]:
+    """The whole step in one CUDA graph, captured at the fourth call, on a stream of a priority."""
     static: list[torch.Tensor] = []
     graph = torch.cuda.CUDAGraph()
     result: list[torch.Tensor] = []
@@ -141,7 +141,7 @@ def captured(train: Callable[..., torch.Tensor]) -> Callable[[Batch], torch.Tens
         nonlocal calls
         calls += 1
         if calls <= 3:
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream(priority=priority)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 loss = train(*batch)
@@ -150,7 +150,7 @@ def captured(train: Callable[..., torch.Tensor]) -> Callable[[Batch], torch.Tens
         if not result:
             static.extend(x.clone() for x in batch)
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=priority)):
                 result.append(train(*static))
         for there, x in zip(static, batch, strict=True):
             there.copy_(x)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,11 @@ class Child:
             env={**os.environ, **environment},
         )
 
-    def answer(self) -> dict[str, Any]:
+    def answer(self, patience: float | None = None) -> dict[str, Any]:
+        """What it says next; one that says nothing for some seconds is ended."""
+        if patience is not None and not select.select([self._process.stdout], [], [], patience)[0]:
+            self._process.kill()
+            raise ChildFailedError(f"{self.workload} {self.variant} was not ready in time")
         line = self._process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             self._log.seek(0)
@@ -124,12 +129,17 @@ def take_turns(children: dict[str, Child], ready: dict[str, dict[str, Any]], bas
     }
 
 
-def ready_ones(children: dict[str, Child]) -> dict[str, dict[str, Any]]:
-    """What each variant says once it is ready; one that fails is left out, with its error on the screen."""
+def ready_ones(children: dict[str, Child], until: float | None = None) -> dict[str, dict[str, Any]]:
+    """What each variant says once it is ready; one that fails, or takes longer, is left out, with a word about it.
+
+    Args:
+        children: By name.
+        until: When they must be ready, by the monotonic clock; None for as long as they take.
+    """
     ready = {}
     for name, child in children.items():
         try:
-            ready[name] = child.answer()
+            ready[name] = child.answer(None if until is None else max(0.0, until - time.monotonic()))
         except ChildFailedError as error:
             print(error, flush=True)
     return ready

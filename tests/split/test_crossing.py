@@ -14,7 +14,7 @@ from gradweave.fusion import forward, fuse
 from gradweave.fusion.late import LateGradient
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
-from gradweave.split import crossing
+from gradweave.split import crossing, handed_on
 from gradweave.split.attach import reorder
 from gradweave.split.queue import Task
 
@@ -46,14 +46,14 @@ def crossing_costs(model):
 def crossed(monkeypatch):
     """Layers whose gradient was handed on late, with what was there when each was finished."""
     seen = []
-    real = crossing._Layer.ready
+    real = handed_on.HandedOn.ready
 
     def ready(self):
         if not self._made:
             seen.append(len(self._tasks))
         return real(self)
 
-    monkeypatch.setattr(crossing._Layer, "ready", ready)
+    monkeypatch.setattr(handed_on.HandedOn, "ready", ready)
     return seen
 
 

@@ -85,6 +85,7 @@ def test_a_failure_to_combine_is_a_step_without(monkeypatch, no_caches):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_small_updates_are_combined_on_a_gpu(monkeypatch, no_caches):
     found = []
     groups = combining.small_kernels

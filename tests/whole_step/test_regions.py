@@ -162,6 +162,7 @@ def test_costs_of_the_model_are_taken_and_those_of_another_are_not():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning", r"ignore:\s*Online softmax:UserWarning")
 @pytest.mark.parametrize("name", ["mlp", "convolutional", "gpt"])
 def test_two_streams_of_a_gpu(name, monkeypatch):
     losses, _, (made,) = train(name, monkeypatch, upper=1, device="cuda")

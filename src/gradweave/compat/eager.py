@@ -190,9 +190,9 @@ def mark_stepped(optimizer: Optimizer) -> None:
         hook(optimizer, (optimizer,), {})
 
 
-def has_gradient_hooks(param: torch.Tensor) -> bool:
-    """Whether something is to be called with a parameter's gradient."""
-    return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
+def gradient_hooks(param: torch.Tensor) -> int:
+    """How many are to be called with a parameter's gradient."""
+    return len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ())
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -51,6 +51,8 @@ class StepWatch:
     Backward between two weight gradients counts as the input gradient of the layer that it leads to.
     """
 
+    stream = None
+
     def __init__(self, layers: Sequence[Layer], optimizer: Optimizer, device: torch.device) -> None:
         self._layers = layers
         self._number = {id(layer.module): number for number, layer in enumerate(layers)}

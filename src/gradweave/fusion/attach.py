@@ -123,6 +123,11 @@ def updated_in_forward(model: nn.Module) -> frozenset[int]:
     return frozenset(p for mark, fusion in _fusions(model) if fusion.mode == "forward" for p in mark.params)
 
 
+def updated_in_backward(model: nn.Module) -> dict[int, Fusion]:
+    """By ``id``, the parameters of a model that a fusion with ``mode="backward"`` updates, with that fusion."""
+    return {p: fusion for mark, fusion in _fusions(model) if fusion.mode == "backward" for p in mark.params}
+
+
 def is_deferred_in_graph(model: nn.Module) -> bool:
     """Whether a CUDA graph of several steps is being captured, with updates deferred from each to the next."""
     return any(fusion.in_graph_now for _, fusion in _fusions(model))
@@ -234,6 +239,15 @@ class Fusion:
             engine.flush()
         finally:
             engine.in_graph = False
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has not been detached."""
+        return self._engine is not None
+
+    def takes_late(self, p: torch.Tensor) -> bool:
+        """Whether the next that uses a gradient is an update in backward, which can wait for it."""
+        return isinstance(self._engine, BackwardEngine) and self._engine.takes_late(p)
 
     @property
     def in_graph_now(self) -> bool:

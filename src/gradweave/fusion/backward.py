@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat.eager import at_end_of_backward, current_backward
+from gradweave.compat.eager import at_end_of_backward, current_backward, gradient_hooks
 from gradweave.errors import GradweaveError
+from gradweave.fusion.beside import UpdatesBeside
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups, same_objects
 from gradweave.fusion.guard import GradientGuard, guard_gradient
 from gradweave.fusion.hooks import HiddenParams
@@ -42,6 +43,8 @@ class BackwardEngine:
         self.buckets: list[Bucket] = []
         self._norms = norms
         self._stepper = PartialStepper(optimizer)
+        self._beside = UpdatesBeside()
+        self._own_hooks: dict[int, int] = {}
         self._hidden = HiddenParams(optimizer)
         self._guards: dict[nn.Parameter, GradientGuard] = {}
         self._hooks: list[Any] = []
@@ -65,6 +68,7 @@ class BackwardEngine:
         Args:
             keep_guards: Leave used-up gradients guarded, for another engine to go on from there.
         """
+        self._beside.join()
         self._hidden.restore()
         for hook in self._on_state:
             hook.remove()
@@ -83,6 +87,7 @@ class BackwardEngine:
 
     def accept_partial(self) -> None:
         """Goes on from weights of which a failed backward has updated some."""
+        self._beside.join()
         self._running.clear()
         self._applied = []
         self._spent = []
@@ -164,11 +169,17 @@ class BackwardEngine:
         for bucket in self.buckets:
             ready = partial(self._arrived, bucket, [self._guards[p] for p in bucket.params])
             self._hooks.append(bucket.params[-1].register_post_accumulate_grad_hook(ready))
+            self._own_hooks.update({id(p): int(p is bucket.params[-1]) for p in bucket.params})
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._own_hooks = {}
+
+    def takes_late(self, p: torch.Tensor) -> bool:
+        """Whether a gradient that arrives now is next used by an update here, which can wait for it."""
+        return not (self.accumulating or self._stale) and gradient_hooks(p) == self._own_hooks.get(id(p))
 
     # During backward
 
@@ -190,15 +201,18 @@ class BackwardEngine:
             self._stale = True
             return
         self._begin_update(bucket)
-        if self._norms.enabled:
-            self._norms.add(bucket.params, grads)  # type: ignore[arg-type]
-        with no_autocast(bucket.params[0].device):
-            self._stepper.step_bucket(bucket)
+        self._beside.run(bucket.params, partial(self._update, bucket))
         mark_written(bucket.params)
         for p, guard in zip(bucket.params, guards, strict=True):
             p.grad = guard
         self._spent.append((bucket.params, guards, [p._version for p in bucket.params]))
         self._applied.append(bucket)
+
+    def _update(self, bucket: Bucket) -> None:
+        if self._norms.enabled:
+            self._norms.add(bucket.params, [p.grad for p in bucket.params])  # type: ignore[misc]
+        with no_autocast(bucket.params[0].device):
+            self._stepper.step_bucket(bucket)
 
     def _begin_update(self, bucket: Bucket) -> None:
         """Keeps account of what this step has used, and notices when its backward is through."""

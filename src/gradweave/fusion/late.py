@@ -15,6 +15,10 @@ from gradweave.fusion.pending import METADATA
 class Source(Protocol):
     """Where a late gradient comes from."""
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Where it is computed, if that is beside the backward."""
+
     def settle(self) -> torch.Tensor:
         """The gradient, for the current stream and the one that backward ran on; nothing is left to do."""
 

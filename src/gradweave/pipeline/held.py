@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gradweave.compat.eager import has_gradient_hooks
+from gradweave.compat.eager import gradient_hooks
 from gradweave.split.calls import SplitCalls
 from gradweave.split.queue import Task, WeightGradientQueue
 from gradweave.split.streams import InLine
-from gradweave.split.taps import Pending, Tap
+from gradweave.split.taps import Pending, Tap, precisions_of
 
 Parameters = tuple[nn.Parameter, nn.Parameter | None]
 """A weight and its bias."""
@@ -86,7 +86,7 @@ class Left:
 
 def _deliver(p: nn.Parameter, grad: torch.Tensor) -> None:
     """Adds to a gradient; by way of autograd where somebody wants to hear of it."""
-    if has_gradient_hooks(p):
+    if gradient_hooks(p):
         with torch.enable_grad():
             p.backward(grad)
     elif p.grad is None:
@@ -113,7 +113,7 @@ class _Leaving(Pending):
     """Where a tap's calls leave their tasks: with the stage, not with the tap."""
 
     def __init__(self, layer: int, params: Parameters, held: HeldGradients) -> None:
-        super().__init__(layer, held.queue)
+        super().__init__(layer, held.queue, precisions_of(*params))
         self._params = params
         self._held = held
 

@@ -25,6 +25,7 @@ _LEAST_SECONDS = 2e-3
 _LEAST_OF_A_TASK = 2e-4
 _MOST_REPEATS = 40
 _TURNS = 5
+_WARM_UPS = 3
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 Part = tuple[Kind, int]
@@ -136,6 +137,40 @@ def scale(costs: Costs, groups: Sequence[range], together: dict[Part, float]) ->
         for layer in members if apart else ():
             layers[layer] = replace(layers[layer], **{field: getattr(layers[layer], field) * seconds / apart})
     return replace(costs, layers=tuple(layers))
+
+
+def scale_to(costs: Costs, seconds: float | None) -> Costs:
+    """Costs whose forwards, input and weight gradients sum up to ``seconds``; as they are if that is None."""
+    apart = sum(layer.forward + layer.input_grad + layer.weight_grad for layer in costs.layers)
+    if seconds is None or not apart:
+        return costs
+    factor = seconds / apart
+    layers = [
+        replace(
+            layer,
+            forward=factor * layer.forward,
+            input_grad=factor * layer.input_grad,
+            weight_grad=factor * layer.weight_grad,
+        )
+        for layer in costs.layers
+    ]
+    return replace(costs, layers=tuple(layers))
+
+
+def captured_seconds(run: Callable[[], None], device: torch.device) -> float | None:
+    """Of forward and backward in a CUDA graph; None if they do what a graph cannot hold."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    run()
+            return _Repeated(run, stream).seconds_of_one
+        except RuntimeError:
+            return None
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
 
 
 def share_out(costs: Costs, groups: Sequence[range], slowdowns: dict[tuple[Part, Part], float]) -> Costs:

@@ -27,7 +27,7 @@ from gradweave.errors import ArgumentError
 from gradweave.profile.measure import ROUNDS, Progress, measure_costs
 from gradweave.schedule.costs import Costs
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def cached_costs(

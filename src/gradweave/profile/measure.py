@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from gradweave.compat.eager import flat_leaves
 from gradweave.errors import ArgumentError
-from gradweave.profile.beside import Calls, with_shares
+from gradweave.profile.beside import Calls, captured_seconds, scale_to, with_shares
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
 from gradweave.whole_step.step import Step, compile
@@ -43,7 +44,8 @@ def measure_costs(
     a step computes is in memory at once meanwhile. The update is the optimizer's own, all at once, and shared
     out by the size of the weights. There it is also measured how weight gradients run beside forward and
     backward, by groups of layers: the shares of the device that tasks take (``weight_grad_demand`` and the
-    like) come from that. On a CPU a task has all of it.
+    like) come from that. On a CPU a task has all of it. Where forward and backward can be captured as they are,
+    costs are scaled to what that takes: some operations have other kernels when they are traced.
 
     Args:
         model: What is trained.
@@ -99,8 +101,17 @@ def _measure(
         costs = with_shares(
             costs, calls, capturable_update(optimizer), device, lambda doing, done: progress(doing, 0.5 + done / 2)
         )
+        del calls, step
+        costs = scale_to(costs, captured_seconds(partial(_stock, model, loss_fn, batch), device))
         progress("done", 1.0)
     return costs
+
+
+def _stock(model: nn.Module, loss_fn: Callable[..., Any], batch: Sequence[Any]) -> None:
+    """Forward and backward as a loop has them."""
+    model.zero_grad()
+    loss = loss_fn(model, *batch)
+    (loss[0] if isinstance(loss, tuple) else loss).backward()
 
 
 def _time_steps(step: Step, batch: Sequence[Any], rounds: int, progress: Progress) -> dict[tuple[Kind, int], float]:

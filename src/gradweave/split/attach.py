@@ -18,7 +18,7 @@ from gradweave.announce import announce
 from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.compat.eager import ConvolutionModule, forward_hooks, is_being_traced, is_compiled, is_parametrized
 from gradweave.errors import ArgumentError
-from gradweave.fusion.attach import is_deferred_in_graph, updated_in_forward
+from gradweave.fusion.attach import is_deferred_in_graph, updated_in_backward, updated_in_forward
 from gradweave.fusion.hooks import ModuleHook, stack_depth
 from gradweave.marks import check_is_module, is_trained_in_parallel
 from gradweave.schedule.builders import single
@@ -26,7 +26,8 @@ from gradweave.schedule.costs import Costs
 from gradweave.schedule.planning import plan
 from gradweave.split.auto import Trial, predicted
 from gradweave.split.calls import SplitCalls
-from gradweave.split.crossing import Crossing
+from gradweave.split.crossing import Crossing, Weights
+from gradweave.split.following import Following
 from gradweave.split.placement import Planned, crossing_in, turns_of
 from gradweave.split.queue import Place, Recorder, WeightGradientQueue
 from gradweave.split.streams import Beside, InLine
@@ -195,6 +196,8 @@ class Reordering:
         self._queue = WeightGradientQueue(place or InLine(), byte_budget)
         in_graph = partial(is_deferred_in_graph, model)
         self._crossing = Crossing(self._queue, crossing, in_graph) if crossing else None
+        self._fusions = {} if crossing else updated_in_backward(model)
+        self._following = Following(self._queue, self._takes_late) if self._fusions else None
         self._trial = trial
         self._why = why
         self._layers = _layers(model)
@@ -226,7 +229,8 @@ class Reordering:
         if self._trial is not None:
             return f"policy='auto': {self._trial.describe()}"
         crossing = f"; {len(self._crossing.layers)} layers may cross into the next forward" if self._crossing else ""
-        return self._why + crossing
+        following = "; updates follow their weight gradients" if self._following else ""
+        return self._why + crossing + following
 
     def record(self, recorder: Recorder | None) -> None:
         """Runs each weight gradient inside ``recorder(layer)``, for timelines; None ends it."""
@@ -235,8 +239,9 @@ class Reordering:
     def detach(self) -> None:
         """Lets go: what the model runs from now on is stock."""
         self._detached = True
-        if self._crossing is not None:
-            self._crossing.close()
+        for late in (self._crossing, self._following):
+            if late is not None:
+                late.close()
         for calls in self._open:
             calls.closed = True
         self._remove_hooks()
@@ -258,9 +263,10 @@ class Reordering:
         calls = None
         if self._trial is None or self._trial.splits:
             weights = self._weights()
-            if self._crossing is not None:
-                self._crossing.begin_forward(weights)
-            calls = SplitCalls(self._queue, weights)
+            for late in (self._crossing, self._following):
+                if late is not None:
+                    late.begin_forward(weights)
+            calls = SplitCalls(self._queue, weights, self._followed(weights))
             stack.enter_context(calls)
             self._open.add(calls)
         self._own.forwards.append((depth, calls, stack))
@@ -282,7 +288,7 @@ class Reordering:
             self._open.discard(calls)
         stack.close()
 
-    def _weights(self) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
+    def _weights(self) -> Weights:
         """Those that can be read without computing them, by number; others have their gradients in stock order."""
         weights: dict[int, Any] = {}
         for number, (_, layer) in enumerate(self._layers):
@@ -291,6 +297,15 @@ class Reordering:
             if layer.bias is None or _is_plain(layer.bias):
                 weights[number] = layer.weight, layer.bias
         return weights
+
+    def _followed(self, weights: Weights) -> set[int]:
+        """The layers whose updates come in backward, right behind their gradients."""
+        fused = {param for param, fusion in self._fusions.items() if fusion.is_attached}
+        return {number for number, pair in weights.items() if fused and all(p is None or id(p) in fused for p in pair)}
+
+    def _takes_late(self, p: torch.Tensor) -> bool:
+        fusion = self._fusions.get(id(p))
+        return fusion is not None and fusion.takes_late(p)
 
 
 def _is_plain(weight: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ class SplitCalls(TorchFunctionMode):
         queue: Where they are left.
         first: Weights and biases whose gradients are to come behind all input gradients, by the number of
             their layer; those of other weights come where they always did.
+        in_order: Of these layers those whose gradients come where they always did after all.
 
     Attributes:
         closed: Whether everything runs stock from now on.
@@ -55,6 +56,7 @@ class SplitCalls(TorchFunctionMode):
         self,
         queue: WeightGradientQueue,
         first: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]] | None = None,
+        in_order: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.closed = False
@@ -66,7 +68,7 @@ class SplitCalls(TorchFunctionMode):
         with no_torch_function():  # what has an update pending is brought up to date where it is used, not here
             for number, (weight, bias) in (first or {}).items():
                 self._layers.setdefault(id(weight), number)
-                if needs_taps and weight.requires_grad:
+                if needs_taps and weight.requires_grad and number not in in_order:
                     self._tap(weight, bias)
 
     def __torch_function__(

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet, WeakValueDictionary
 
+import torch
+
 from gradweave.compat.eager import NO_BACKWARD, current_backward
 from gradweave.errors import ArgumentError
 from gradweave.schedule.schedule import Schedule
@@ -91,6 +93,11 @@ class Planned:
         self._given: WeakSet[Task] = WeakSet()
         self._backward = NO_BACKWARD
         self._progress = _Progress(deque())
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Of the other place."""
+        return self._place.stream
 
     def start(self, task: Task) -> None:
         """Notes that a layer's input gradient has been begun, and its weight gradient can be."""

@@ -96,6 +96,11 @@ class Task:
 
         self._compute = recorded
 
+    def then(self, change: Callable[[Gradients], Gradients]) -> None:
+        """Has the gradients changed right where they are computed."""
+        compute = self._compute
+        self._compute = lambda: change(compute())  # type: ignore[misc]
+
     def finish(self) -> None:
         """Computes the gradients, unless it was done, and lets go of the inputs."""
         self.compute()
@@ -130,6 +135,10 @@ def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
 
 class Place(Protocol):
     """Where tasks run."""
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """Another one than the backward's; None if there is none."""
 
     def start(self, task: Task) -> None:
         """The task's inputs are there: it may begin."""

@@ -12,6 +12,8 @@ from gradweave.split.queue import Task
 class InLine:
     """On the stream of the backward, when they are asked for."""
 
+    stream = None
+
     def start(self, task: Task) -> None:
         """Nothing is done ahead."""
 

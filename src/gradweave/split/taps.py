@@ -11,6 +11,7 @@ input gradients has come to its end.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch.autograd import Function
 
 from gradweave.compat.eager import current_backward
 from gradweave.split.queue import Gradients, Task, WeightGradientQueue
+
+Precisions = tuple[torch.dtype, torch.dtype | None]
+"""Of a weight and of its bias."""
 
 
 class Tap:
@@ -30,7 +34,7 @@ class Tap:
     """
 
     def __init__(self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, queue: WeightGradientQueue) -> None:
-        self.pending = Pending(layer, queue)
+        self.pending = Pending(layer, queue, precisions_of(weight, bias))
         self._leaf = weight.is_leaf
         self.weight, self.bias = _Tap.apply(self.pending, weight, bias)  # type: ignore[no-untyped-call]
         self._low: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -41,7 +45,8 @@ class Tap:
         return own.data_ptr() == weight.data_ptr() and own.shape == weight.shape and own.stride() == weight.stride()
 
     def used_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias in a precision; cast once for all calls where autocast does so."""
+        """Weight and bias in a precision, for one more call; cast once for all calls where autocast does so."""
+        self.pending.calls += 1
         if self.weight.dtype is dtype:
             return self.weight, self.bias
         if dtype in self._low:
@@ -56,10 +61,17 @@ class Pending:
     """The tasks that calls have left for one tap.
 
     The tap's node of autograd has only this, not the tap, whose tensors have the node.
+
+    Attributes:
+        layer: The number of the layer.
+        calls: Of the forward, which use the tap.
+        dtypes: Of the weight and of its bias.
     """
 
-    def __init__(self, layer: int, queue: WeightGradientQueue) -> None:
+    def __init__(self, layer: int, queue: WeightGradientQueue, dtypes: Precisions) -> None:
         self.layer = layer
+        self.calls = 0
+        self.dtypes = dtypes
         self._queue = queue
         self._tasks: dict[int, list[Task]] = {}
 
@@ -69,7 +81,12 @@ class Pending:
         return self._queue.late is not None
 
     def leave(self, task: Task) -> None:
-        """Leaves the weight gradient of a call; called in backward."""
+        """Leaves the weight gradient of a call; called in backward.
+
+        That of the only call is cast where it is computed; several are summed up before, as autograd does it.
+        """
+        if self.calls == 1:
+            task.then(partial(in_precision, self.dtypes))  # not a method: the task would keep itself alive
         self._tasks.setdefault(current_backward(), []).append(task)
         self._queue.add(task)
 
@@ -82,6 +99,20 @@ class Pending:
         if self._queue.late is not None and (late := self._queue.late.take(self.layer, tasks)) is not None:
             return late
         return sum_of(self._queue.finish_and_take(task) for task in tasks)
+
+
+def precisions_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Precisions:
+    """Those in which gradients are to be."""
+    return weight.dtype, None if bias is None else bias.dtype
+
+
+def in_precision(dtypes: Precisions, gradients: Gradients) -> Gradients:
+    """Gradients in the precision of the weight and of its bias."""
+    of_weight, of_bias = (
+        gradient if gradient is None or dtype is None or gradient.dtype is dtype else gradient.to(dtype)
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    )
+    return of_weight, of_bias
 
 
 def sum_of(results: Iterable[Gradients]) -> Gradients:
@@ -103,15 +134,10 @@ class _Tap(Function):
     @staticmethod
     def forward(ctx: Any, pending: Pending, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
         ctx.pending = pending
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         ctx.set_materialize_grads(False)
         return weight.detach(), None if bias is None else bias.detach()
 
     @staticmethod
     def backward(ctx: Any, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
-        of_weight, of_bias = ctx.pending.collect()
-        if of_weight is not None and of_weight.dtype is not ctx.dtypes[0]:
-            of_weight = of_weight.to(ctx.dtypes[0])
-        if of_bias is not None and of_bias.dtype is not ctx.dtypes[1]:
-            of_bias = of_bias.to(ctx.dtypes[1])
+        of_weight, of_bias = in_precision(ctx.pending.dtypes, ctx.pending.collect())
         return None, _sum(of_weight, weight), _sum(of_bias, bias)

@@ -13,6 +13,9 @@ from gradweave.whole_step.lower import Compiled
 WARM_UP_STEPS = 2
 """Steps that run before the capture: they are training steps, and load what a capture may not."""
 
+FIRST = -1
+"""Priority of the stream that is captured: what a step has on a second stream fills the gaps that this one leaves."""
+
 
 class Captured:
     """A compiled step that is recorded once and then replayed with one launch.
@@ -85,7 +88,7 @@ class Captured:
         self._step.prepare()
         free_matmul_workspaces()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=FIRST)):
             self._outputs = self._step.launch(self._static)
         free_matmul_workspaces()
         self._graph = graph

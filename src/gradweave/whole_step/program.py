@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat.eager import has_gradient_hooks
+from gradweave.compat.eager import gradient_hooks
 from gradweave.compat.tracing import compile_lock
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import same_objects
@@ -262,7 +262,7 @@ class Program:
 
 def _refuse_hooks(params: Sequence[nn.Parameter]) -> None:
     for p in params:
-        if has_gradient_hooks(p):
+        if gradient_hooks(p):
             raise GradweaveError(
                 f"a parameter of shape {tuple(p.shape)} has a gradient hook, which a graph would leave out; remove it, "
                 "or train with fuse()"

@@ -22,6 +22,8 @@ from gradweave.schedule.tasks import Demand
 _HALVINGS = 8
 _WORTH_IT = 0.01
 """Least share of a weight gradient's time that running it beside a region must save."""
+_WORTH_HOLDING = 0.01
+"""Least share of a step that must be won before more bytes are held for it."""
 
 
 @dataclass
@@ -129,7 +131,10 @@ def _bounds(graph: TaskGraph, regions: list[Region]) -> list[tuple[int, int]]:
 
 
 def fastest_within_budget(graph: TaskGraph, schedule: Callable[[float], Schedule], byte_budget: int | None) -> Schedule:
-    """Tries stock order, and bounds on held bytes from nothing to everything; keeps the fastest that fits."""
+    """Tries stock order, and bounds on held bytes from nothing to everything; keeps the fastest that fits.
+
+    Of those that are about as fast it is the one that holds least: bytes are certain, and seconds a prediction.
+    """
     most_held = sum(cost.input_bytes + cost.output_bytes for cost in graph.costs.layers)
     limits = [0.0, *(most_held / 2**halving for halving in reversed(range(_HALVINGS)))]
     candidates = [schedule(limit) for limit in limits]
@@ -140,4 +145,6 @@ def fastest_within_budget(graph: TaskGraph, schedule: Callable[[float], Schedule
     fitting = [entry for entry in tried if byte_budget is None or entry[1].peak_bytes <= byte_budget]
     if not fitting:
         raise ArgumentError("byte_budget", byte_budget, f"give at least {least}: {tried[0][0].policy} holds no less")
-    return min(fitting, key=lambda entry: entry[1].step_time)[0]
+    soon_enough = (1 + _WORTH_HOLDING) * min(timeline.step_time for _, timeline in fitting)
+    fast = [entry for entry in fitting if entry[1].step_time <= soon_enough]
+    return min(fast, key=lambda entry: (entry[1].peak_bytes, entry[1].step_time))[0]
