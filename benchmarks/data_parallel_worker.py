@@ -88,8 +88,8 @@ def make(name: str, seconds: float) -> tuple[nn.Module, Callable[[nn.Module], to
         x = torch.randn(1, 1, generator=generator)
         return model, lambda m: m(x).square().mean()
     if name == "resnet18":
-        images = torch.randn(8, 3, 64, 64, generator=generator)
-        labels = torch.randint(0, 1000, (8,), generator=generator)
+        images = torch.randn(24, 3, 64, 64, generator=generator)
+        labels = torch.randint(0, 1000, (24,), generator=generator)
         return ResNet18(), lambda m: F.cross_entropy(m(images), labels)
     tokens = torch.randint(0, 4096, (4, 129), generator=generator)
     model = GPT(vocabulary=4096, width=384, blocks=6, heads=6, tokens=128)
