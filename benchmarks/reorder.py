@@ -151,13 +151,18 @@ CASES = {**WORKLOADS, **TOYS}
 
 
 def costs_of(case: Case, folder: Path) -> Costs:
-    """Measured, or as they were measured before; one process at a time has the GPU for it."""
+    """Measured, or as they were measured before; one process at a time has the GPU for it, once none is tracing."""
     model = case.model().train()
     optimizer = make_optimizer(case.optimizer, model, fused=True)
     with (folder / "lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_SH)
+        traced = False
 
         def progress(_: str, done: float) -> None:
-            if done > 0:
+            nonlocal traced
+            if done > 0 and not traced:
+                traced = True
+                fcntl.flock(turn, fcntl.LOCK_UN)
                 fcntl.flock(turn, fcntl.LOCK_EX)
 
         return cached_costs(

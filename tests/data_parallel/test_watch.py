@@ -60,6 +60,39 @@ def test_costs_are_those_of_the_layers():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+class Slow(nn.Module):
+    """No layer: it has no weights."""
+
+    def forward(self, x):
+        time.sleep(FORWARD)
+        return x
+
+
+def test_nothing_of_a_step_is_left_out():
+    model = nn.Sequential(nn.Linear(3, 3), Slow(), nn.Linear(3, 3), Slow())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = UseOrder(model)
+    model(torch.ones(2, 3))
+    order.close()
+    layers = order.layers(order.numbers())
+    watch = StepWatch(layers, optimizer, torch.device("cpu"))
+    spent = []
+    for _ in range(5):
+        began = time.perf_counter()
+        with Watched(WeightGradientQueue(watch), layers):
+            loss = model(torch.ones(2, 3)).sum()
+        watch.backward_begins()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        spent.append(time.perf_counter() - began)
+    costs = watch.close()
+    first, last = costs.layers
+    assert first.forward < FORWARD
+    assert last.forward >= 2 * FORWARD
+    assert costs.compute_seconds == pytest.approx(sorted(spent)[2], rel=0.2)
+
+
 def test_a_link_is_measured_the_same_on_all_ranks(two):
     measured = two.run("measures_link")
     assert measured[0] == measured[1]

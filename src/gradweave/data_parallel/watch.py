@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -17,8 +18,11 @@ from gradweave.data_parallel.layers import Layer
 from gradweave.fusion.hooks import ModuleHook
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.links import Link
+from gradweave.schedule.tasks import Kind
 from gradweave.split.queue import Task
 
+_Spans = defaultdict[tuple[Kind, int], list[tuple[Any, Any]]]
+"""From when to when each task of a step ran."""
 _SMALL, _LARGE = 1 << 10, 1 << 20
 """Elements of the messages that a link is measured with."""
 _SMALL_REPEATS, _LARGE_REPEATS = 20, 6
@@ -48,7 +52,9 @@ class _Moments:
 class StepWatch:
     """Measures the tasks of steps that run in stock order: also the place where their weight gradients run.
 
-    Backward between two weight gradients counts as the input gradient of the layer that it leads to.
+    Nothing of a step is left out: forward between two layers counts as that of the layer that it leads to, the loss as
+    that of the last layer, and backward between two weight gradients as the input gradient of the layer that it leads
+    to.
     """
 
     stream = None
@@ -57,15 +63,13 @@ class StepWatch:
         self._layers = layers
         self._number = {id(layer.module): number for number, layer in enumerate(layers)}
         self._moments = _Moments(device)
-        self._open: dict[int, Any] = {}
-        self._forward: dict[int, list[tuple[Any, Any]]] = {n: [] for n in range(len(layers))}
-        self._input: dict[int, list[tuple[Any, Any]]] = {n: [] for n in range(len(layers))}
-        self._weight: dict[int, list[tuple[Any, Any]]] = {n: [] for n in range(len(layers))}
+        self._spans: list[_Spans] = [defaultdict(list)]
         self._held: dict[int, int] = {}
-        self._update: list[tuple[Any, Any]] = []
         self._last: Any = None
+        self._last_layer = 0
+        self._in_forward = False
         self._step_begun: Any = None
-        self.steps = 0
+        self._in_steps = 0
         hooks: list[Any] = []
         for layer in layers:
             hooks.append(layer.module.register_forward_pre_hook(ModuleHook(self._entered)))
@@ -74,65 +78,94 @@ class StepWatch:
         hooks.append(optimizer.register_step_post_hook(self._behind_step))
         self._hooks = hooks
 
-    def _entered(self, module: nn.Module, *_: Any) -> None:
-        self._open[self._number[id(module)]] = self._moments.now()
+    @property
+    def steps(self) -> int:
+        """How many have been taken."""
+        return len(self._spans) - 1
+
+    def _note(self, kind: Kind, layer: int, begin: Any, end: Any) -> None:
+        self._spans[-1][kind, layer].append((begin, end))
+        self._last = end
+
+    def _entered(self, *_: Any) -> None:
+        if not self._in_forward:
+            self._in_forward = True
+            self._last = self._moments.now()
 
     def _left(self, module: nn.Module, *_: Any) -> None:
-        number = self._number[id(module)]
-        if number in self._open:
-            self._forward[number].append((self._open.pop(number), self._moments.now()))
+        self._last_layer = self._number[id(module)]
+        if self._in_forward:
+            self._note(Kind.F, self._last_layer, self._last, self._moments.now())
 
     def backward_begins(self) -> None:
         """The chain of input gradients is about to begin."""
-        self._last = self._moments.now()
+        if self._in_forward:
+            self._in_forward = False
+            self._note(Kind.F, self._last_layer, self._last, self._moments.now())
 
     def start(self, task: Task) -> None:
         """Computes a weight gradient at once, and notes when."""
         begin = self._moments.now()
         task.compute()
         end = self._moments.now()
-        number = task.layer
-        if number < len(self._layers):
+        if task.layer < len(self._layers):
             if self._last is not None:
-                self._input[number].append((self._last, begin))
-            self._weight[number].append((begin, end))
-            self._held[number] = task.held
+                self._note(Kind.X, task.layer, self._last, begin)
+            self._note(Kind.W, task.layer, begin, end)
+            self._held[task.layer] = task.held
         self._last = end
 
     def wait(self, task: Task) -> None:
         """It was computed at once."""
 
     def _before_step(self, *_: Any) -> None:
-        self._step_begun = self._moments.now()
+        """Also called for the step of a base class inside of an optimizer's own."""
+        self._in_steps += 1
+        if self._in_steps == 1:
+            self._step_begun = self._moments.now()
 
     def _behind_step(self, *_: Any) -> None:
-        self._update.append((self._step_begun, self._moments.now()))
-        self.steps += 1
+        self._in_steps -= 1
+        if self._in_steps:
+            return
+        self._note(Kind.U, 0, self._step_begun, self._moments.now())
+        self._spans.append(defaultdict(list))
+        self._last = None
 
     def close(self) -> Costs:
         """Ends the measurement; the first step is not counted."""
         for hook in self._hooks:
             hook.remove()
+        seconds = self._seconds()
         everything = sum(layer.size for layer in self._layers)
-        update = self._median(self._update)
         made = []
         for number, layer in enumerate(self._layers):
+            forward, input_grad, weight_grad = (seconds.get((kind, number), 0.0) for kind in (Kind.F, Kind.X, Kind.W))
             made.append(
                 LayerCost(
                     layer.name or type(layer.module).__name__,
-                    self._median(self._forward[number]),
-                    self._median(self._input[number]),
-                    self._median(self._weight[number]),
-                    update * layer.size / everything,
+                    forward,
+                    input_grad,
+                    weight_grad,
+                    seconds.get((Kind.U, 0), 0.0) * layer.size / everything,
                     output_bytes=self._held.get(number, 0),
                     parameter_bytes=layer.size,
                 )
             )
         return Costs(tuple(made), name="the steps watched", source="measured")
 
-    def _median(self, spans: Sequence[tuple[Any, Any]]) -> float:
-        spent = [self._moments.seconds(begin, end) for begin, end in spans]
-        return median(spent[1:] or spent) if spent else 0.0
+    def _seconds(self) -> dict[tuple[Kind, int], float]:
+        """Of each task of a step: medians, which sum up to the median of whole steps."""
+        taken = self._spans[:-1] or self._spans
+        steps = [
+            {task: sum(self._moments.seconds(*span) for span in spans) for task, spans in step.items()}
+            for step in taken[1:] or taken
+        ]
+        tasks = {
+            task: median(step.get(task, 0.0) for step in steps) for task in {task for step in steps for task in step}
+        }
+        whole, apart = median(sum(step.values()) for step in steps), sum(tasks.values())
+        return {task: spent * whole / apart for task, spent in tasks.items()} if apart else {}
 
 
 def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
