@@ -60,7 +60,7 @@ def test_costs_are_those_of_the_layers():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-class Slow(nn.Module):
+class Pause(nn.Module):
     """No layer: it has no weights."""
 
     def forward(self, x):
@@ -69,7 +69,7 @@ class Slow(nn.Module):
 
 
 def test_nothing_of_a_step_is_left_out():
-    model = nn.Sequential(nn.Linear(3, 3), Slow(), nn.Linear(3, 3), Slow())
+    model = nn.Sequential(nn.Linear(3, 3), Pause(), nn.Linear(3, 3), Pause())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     order = UseOrder(model)
     model(torch.ones(2, 3))
