@@ -5,7 +5,7 @@
 
 For each model and each ratio r of communication to computation, the link is given the rate at which a step's
 gradients take r times as long as its computation; then all variants take turns. ``waiting`` models emulate
-computation by waiting. Predictions come from costs that are measured before the steps and after them: their mean.
+computation by waiting. Costs are measured, and predictions made from them, in every round; the table has the median.
 Settings that the results already hold are left out.
 """
 
@@ -15,6 +15,7 @@ import argparse
 import json
 import subprocess
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -100,12 +101,14 @@ def measure(name: str, ratio: float, rounds: int) -> list[dict[str, object]]:
         order = [*variants, "ddp (again)"]
         times: dict[str, list[float]] = {variant: [] for variant in order}
         last: dict[str, list[dict[str, Any]]] = {}
+        forecasts: list[dict[str, Any]] = []
         for number in range(rounds):
+            forecasts.append(ranks.do(**ask, **common)[0])
             for variant in order[number % len(order) :] + order[: number % len(order)]:
                 last[variant] = ranks.do(job="steps", name=variant.removesuffix(" (again)"), count=STEPS)
                 times[variant].append(slowest(last[variant]))
-        again = ranks.do(**ask, **common)[0]
-        predicted = {key: (value + again[key]) / 2 for key, value in predicted.items() if key != "k"}
+    predicted = {key: median(forecast[key] for forecast in forecasts) for key in predicted}
+    compute = predicted["compute"]
     rows: list[dict[str, object]] = []
     for variant in order:
         low, middle, high = percentiles([1e3 * value for value in times[variant]])

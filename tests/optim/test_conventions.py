@@ -365,15 +365,25 @@ def test_copies_and_detached_optimizers_refuse_to_step(cls):
 
 @pytest.mark.parametrize("cls", [*FAMILY, KFAC, FOOF, Shampoo])
 @pytest.mark.parametrize("trained", [True, False])
-def test_fusion_is_refused(cls, trained):
+def test_fusion_in_backward_is_refused(cls, trained):
     model = make_mlp()
     optimizer = cls(model)
     if trained:
         train(model, optimizer, rows(2))
-    for mode in ("forward", "backward", "auto"):
-        with pytest.raises(ArgumentError, match="optimizer="):
+    for mode in ("backward", "auto"):
+        with pytest.raises(ArgumentError, match=r'mode=.*use mode="forward"'):
             fuse(model, optimizer, mode)
     train(model, optimizer, rows(1))
+
+
+def test_some_of_the_parameters_are_refused():
+    model = make_mlp()
+    optimizer = Eva(model)
+    loss_of(model, rows(1)[0]).backward()
+    group = optimizer.param_groups[0]
+    group["params"] = group["params"][:2]
+    with pytest.raises(GradweaveError, match="all of them"):
+        optimizer.step()
 
 
 @every

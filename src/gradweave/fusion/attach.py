@@ -21,6 +21,7 @@ from gradweave.fusion.coupling import check_independent
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.hooks import ModuleHook, StepHooks
 from gradweave.fusion.norms import NormTracker
+from gradweave.fusion.stepping import begins_whole
 from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
 
 MODES = ("auto", "forward", "backward")
@@ -52,7 +53,15 @@ def fuse(model: nn.Module, optimizer: Optimizer, mode: str = "auto", *, track_gr
     check_is_module(model)
     _check_optimizer(optimizer)
     _check_model(model, optimizer, mode)
-    check_independent(optimizer)
+    if not begins_whole(optimizer):
+        check_independent(optimizer)
+    elif mode != "forward":
+        raise ArgumentError(
+            "mode",
+            mode,
+            f"{type(optimizer).__name__} decides over all gradients whether a step is taken, and no update can begin "
+            'in backward; use mode="forward"',
+        )
     return Fusion(model, optimizer, mode, track_grad_norm=track_grad_norm)
 
 

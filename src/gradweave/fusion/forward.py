@@ -20,7 +20,15 @@ from gradweave.fusion.hooks import HiddenParams, ModuleHook
 from gradweave.fusion.late import LateGradient, settle_gradients, settled
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.pending import PendingState, pending_class, restore
-from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
+from gradweave.fusion.stepping import (
+    BegunStep,
+    FrozenStep,
+    PartialStepper,
+    begins_whole,
+    mark_written,
+    no_autocast,
+    step_of,
+)
 
 _MOST_BUCKETS = 3
 """On a GPU: the updates are launched one after the other anyway, and each launch costs the host."""
@@ -41,7 +49,7 @@ class _Update:
 
     bucket: Bucket
     grads: list[torch.Tensor]
-    frozen: FrozenStep | None = None
+    frozen: FrozenStep | BegunStep | None = None
     event: torch.cuda.Event | None = None
     stream: torch.cuda.Stream | None = None
     late: list[LateGradient] = field(default_factory=list)
@@ -182,6 +190,8 @@ class ForwardEngine:
         if not is_last or self._groups_changed() or (_capturing() and not self.in_graph):
             settle_gradients(params)
             return
+        if begins_whole(self.optimizer):
+            settle_gradients(params)
         updates = self._apart([update for bucket in self.buckets if (update := self._take(bucket)) is not None])
         if not updates:
             settle_gradients(params)
@@ -268,7 +278,7 @@ class ForwardEngine:
         Those of the CPU are kept until their first use. Both see hyperparameters and a scaler's verdict as
         they are now: the main stream may write to those that are tensors while the second stream has yet to read them.
         """
-        now = FrozenStep(self.optimizer)
+        now = step_of(self.optimizer)
         frozen = now if now.has_tensors else None
         waited = set()
         for update in updates:

@@ -39,6 +39,29 @@ class FrozenStep:
         return bool(self.scaler) or any(isinstance(part, torch.Tensor) for part in flat_leaves(values))
 
 
+class BegunStep:
+    """A step that its optimizer has begun with all gradients; the parameters are updated later, in parts.
+
+    Args:
+        finish: Updates some of them.
+    """
+
+    has_tensors = True
+
+    def __init__(self, finish: Callable[[Sequence[torch.nn.Parameter]], None]) -> None:
+        self.finish = finish
+
+
+def begins_whole(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has ``begin_parts()``: it needs all gradients first, and can update in parts then."""
+    return callable(getattr(optimizer, "begin_parts", None))
+
+
+def step_of(optimizer: Optimizer) -> FrozenStep | BegunStep:
+    """What a step would do if it ran now, for updates that come later."""
+    return BegunStep(optimizer.begin_parts()) if begins_whole(optimizer) else FrozenStep(optimizer)  # type: ignore[attr-defined]
+
+
 def _own(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_own(part) for part in value)
@@ -57,12 +80,12 @@ class PartialStepper:
         self.recorder: Callable[[int], AbstractContextManager[None]] | None = None
         self._step = own_step(optimizer)
 
-    def step_bucket(self, bucket: Bucket, frozen: FrozenStep | None = None) -> None:
+    def step_bucket(self, bucket: Bucket, frozen: FrozenStep | BegunStep | None = None) -> None:
         """Updates a bucket, and lets a recorder see when."""
-        if self.recorder is None:
-            self.step(bucket.groups, frozen)
-        else:
-            with self.recorder(bucket.number):
+        with nullcontext() if self.recorder is None else self.recorder(bucket.number):
+            if isinstance(frozen, BegunStep):
+                frozen.finish(bucket.params)
+            else:
                 self.step(bucket.groups, frozen)
 
     def step_nothing(self) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gradweave.errors import ArgumentError
-from gradweave.optim import first_order
-from gradweave.optim.apply import Target, apply_all
+from gradweave.optim.apply import Target
+from gradweave.optim.begun import Begun, Other
 from gradweave.optim.family import Layer, VectorOptimizer, parameters_of
 from gradweave.optim.rules import Manner, sum_of
 
@@ -60,17 +60,13 @@ class DenseOptimizer(VectorOptimizer):
                 state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["steps"] = 0
 
-    def _step(self, layers: list[Layer], others: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        for layer in layers:
-            self.prepare_layer(layer)
-        for p, group in others:
-            first_order.prepare(p, self.state[p], group["rule"])
+    def _begin(self, layers: list[Layer], others: list[Other]) -> Begun:
         grads = [g for layer in layers for g in (layer.grad, layer.bias_grad) if g is not None]
         grads += [p.grad for p, _ in others if p.grad is not None]
         keep = self._may_step([torch.linalg.vector_norm(grad) for grad in grads])
         if not bool(keep):
             self.after_step(next_is_fresh=True)
-            return
+            return Begun([], [], keep, 1.0, self.manner)
         inverse = self._inverse_scale(keep)
         fresh_layers = [layer for layer in layers if layer.state["steps"] % self.refresh == 0]
         self.begin_refresh(fresh_layers)
@@ -95,12 +91,9 @@ class DenseOptimizer(VectorOptimizer):
             scale = self.scale_of(layers, agreements)
             for target in targets:
                 target.scale = scale
-        apply_all(targets, keep, self.manner)
-        for p, group in others:
-            grad: torch.Tensor = p.grad * (-inverse if group["maximize"] else inverse)  # type: ignore[operator,assignment]
-            first_order.update(p, grad, self.state[p], group, keep)
         steps = [layer.state["steps"] for layer in layers]
         self.after_step(next_is_fresh=any(count % self.refresh == 0 for count in steps))
+        return Begun(targets, self._plain(others), keep, inverse, self.manner)
 
 
 def kl_scale(layers: list[Layer], agreements: list[torch.Tensor]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 from gradweave.compat.optim import zero_all
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim.apply import is_plain
+from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture
 from gradweave.optim.exchange import average_records, group_of
@@ -127,7 +128,7 @@ class _CapturedVectors(VectorOptimizer):
             states = [self.state[p] for group in self.param_groups for p in group["params"]]
             average_records([state["record"] for state in states if "record" in state], self._process_group)
 
-    def step_in_kernels(self, layers: list[Layer], others: list[tuple[torch.Tensor, dict[str, Any]]]) -> bool:
+    def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:
         """Takes a step of our own rule on a GPU."""
         fused: FusedStep | None = vars(self).get("_fused")
         return fused is not None and is_fusible(self.manner) and fused.take(self, layers, others)
@@ -192,8 +193,8 @@ class _CapturedVectors(VectorOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, and the vectors that were caught with them."""
         super().zero_grad(set_to_none)
-        states = (self.state[p] for group in self.param_groups for p in group["params"] if p in self.state)
-        zero_all([state["record"] for state in states if "record" in state])
+        layers = self._capture.layers if "_capture" in vars(self) else ()
+        zero_all([layer.tap.record for layer in layers if layer.tap.record is not None])
 
     def _inverse_loss_scale(self) -> Number:
         """What a GradScaler's scale has to be taken off output vectors with; relative damping needs no size."""

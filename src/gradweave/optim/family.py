@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim import first_order
-from gradweave.optim.apply import Target, apply_all, column_of_bias
+from gradweave.optim.apply import Target, column_of_bias
+from gradweave.optim.begun import Begun, Other, Plain
 from gradweave.optim.rules import LAYER, LOCAL_TRUSTS, Direction, Manner, Number, common_scale, local_scale, sum_of
 
 ADAMW_RATIO = 0.1
@@ -102,7 +103,7 @@ class VectorOptimizer(Optimizer):
     def begin_step(self) -> None:
         """Before anything of a step is computed."""
 
-    def step_in_kernels(self, layers: list[Layer], others: list[tuple[torch.Tensor, dict[str, Any]]]) -> bool:  # noqa: ARG002
+    def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:  # noqa: ARG002
         """Takes a step in kernels of its own, where there are any; False if there are none."""
         return False
 
@@ -174,28 +175,52 @@ class VectorOptimizer(Optimizer):
         self._refuse_parts()
         layers, others = self._gather()
         if layers or others:
-            device = (layers[0].weight if layers else others[0][0]).device
-            with _no_autocast(device):
-                self._step(layers, others)
+            with _no_autocast(_device_of(layers, others)):
+                self._prepare(layers, others)
+                if not self.step_in_kernels(layers, others):
+                    self._begin(layers, others).finish()
         return loss
 
+    @torch.no_grad()
+    def begin_parts(self) -> Callable[[Sequence[torch.Tensor]], None]:
+        """Does at once what a step does with all gradients: whether to take it, vectors, directions and scales.
+
+        Returns:
+            What updates some of the parameters, with hyperparameters and gradients as they are now; for
+            :func:`gradweave.fuse`, which has that done when they are needed.
+        """
+        groups = self.param_groups
+        self.param_groups = [{key: _as_now(value) for key, value in group.items()} for group in groups]
+        try:
+            layers, others = self._gather()
+        finally:
+            self.param_groups = groups
+        if not layers and not others:
+            return lambda _: None
+        with _no_autocast(_device_of(layers, others)):
+            self._prepare(layers, others)
+            return self._begin(layers, others).finish
+
     def _refuse_parts(self) -> None:
-        """Raises if only some of the parameters are to be stepped, as fusion would do it.
+        """Raises if only some of the gradients are to be stepped with, as fusion would do it.
 
         Tensors that stand for parameters while a step is traced may be fewer: those of unused layers are missing.
         """
         params = [p for group in self.param_groups for p in group["params"]]
         own = vars(self).get("_own_parameters", 0)
-        if len(params) < own and all(isinstance(p, nn.Parameter) for p in params):
+        if (
+            len(params) < own
+            and all(isinstance(p, nn.Parameter) for p in params)
+            and any(p.grad is not None for p in params)
+        ):
             raise GradweaveError(
-                "updates all parameters in one step, or none if a gradient is not finite; train without fuse(), or "
-                "use compile()"
+                "updates all parameters in one step, or none if a gradient is not finite: give it all of them"
             )
 
-    def _gather(self) -> tuple[list[Layer], list[tuple[torch.Tensor, dict[str, Any]]]]:
+    def _gather(self) -> tuple[list[Layer], list[Other]]:
         """What has a gradient: layers, and parameters for the first-order rule."""
         layers: list[Layer] = []
-        others: list[tuple[torch.Tensor, dict[str, Any]]] = []
+        others: list[Other] = []
         for group in self.param_groups:
             owner: Layer | None = None
             for p in group["params"]:
@@ -219,13 +244,15 @@ class VectorOptimizer(Optimizer):
                     )
         return layers, others
 
-    def _step(self, layers: list[Layer], others: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    def _prepare(self, layers: list[Layer], others: list[Other]) -> None:
+        """Makes the state that is missing."""
         for layer in layers:
             self.prepare_layer(layer)
         for p, group in others:
             first_order.prepare(p, self.state[p], group["rule"])
-        if self.step_in_kernels(layers, others):
-            return
+
+    def _begin(self, layers: list[Layer], others: list[Other]) -> Begun:
+        """All of a step but the writing of weights, momentum and the first-order rule's state."""
         squares = [_square(layer.grad, layer.bias_grad) for layer in layers]
         keep = self._may_step([*squares, *(_square(p.grad) for p, _ in others)])
         self.begin_step()
@@ -239,10 +266,10 @@ class VectorOptimizer(Optimizer):
         if layers:
             for layer, one, scale, factor in zip(layers, found, self._scales(layers, found), factors, strict=True):
                 targets += _targets(layer, one, torch.where(keep, scale, torch.zeros_like(scale)), factor)
-        apply_all(targets, keep, self.manner)
-        for p, group in others:
-            grad: torch.Tensor = p.grad * (-inverse if group["maximize"] else inverse)  # type: ignore[operator,assignment]
-            first_order.update(p, grad, self.state[p], group, keep)
+        return Begun(targets, self._plain(others), keep, inverse, self.manner)
+
+    def _plain(self, others: list[Other]) -> list[Plain]:
+        return [Plain(p, p.grad, self.state[p], group) for p, group in others if p.grad is not None]
 
     def _scales(self, layers: list[Layer], found: list[Direction]) -> list[torch.Tensor]:
         trust = self.manner.trust
@@ -262,6 +289,15 @@ class VectorOptimizer(Optimizer):
         """What gradients are to be multiplied by, under a GradScaler that leaves that to the optimizer."""
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else scale.reshape(()).to(keep.device).double().reciprocal().float()
+
+
+def _device_of(layers: list[Layer], others: list[Other]) -> torch.device:
+    return (layers[0].weight if layers else others[0][0]).device
+
+
+def _as_now(value: Any) -> Any:
+    """A hyperparameter that nobody changes any more."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _targets(layer: Layer, found: Direction, scale: torch.Tensor, factor: Number) -> list[Target]:
