@@ -37,8 +37,6 @@ from gradweave.optim.rules import INPUTS, LAYER, TWO_SIDED, Manner, Number
 if TYPE_CHECKING:
     from gradweave.optim.family import Layer
 
-ENABLED = False
-"""Whether steps on a GPU are the kernels'. They have run in Triton's interpreter only; until they have on a GPU, no."""
 BLOCKS = Blocks()
 _WRITTEN_AT_ONCE = 32
 _ROOM = 64
@@ -49,7 +47,7 @@ _MOST_PLANS = 16
 
 def has_kernels(device: torch.device) -> bool:
     """Whether kernels can be launched for a device."""
-    return ENABLED and device.type == "cuda" and _compiles_for(device)
+    return device.type == "cuda" and _compiles_for(device)
 
 
 @cache
