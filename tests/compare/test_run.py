@@ -143,6 +143,19 @@ def test_a_compiled_step_is_judged_by_its_losses(tmp_path):
     assert spoilt.verdict.startswith("compile did not train as fused did")
 
 
+def test_another_rule_is_judged_by_time_and_loss(tmp_path):
+    compared = compare(Setting(WORKLOADS["autoencoder"], batch=64), ["forward", "eva_f"], steps=20)
+    baseline, _, forward, other = compared.results
+    assert (forward.sameness, other.label) == ("same", "eva_f")
+    assert other.difference > 0
+    assert other.sameness == f"loss {other.last_loss:.3g}"
+    assert "identical weights" in compared.verdict
+    assert f"fused is at a loss of {baseline.last_loss:.3g}" in compared.verdict
+    assert f"eva_f {other.last_loss:.3g}" in compared.verdict
+    save_report(compared, save_figures(compared, tmp_path), tmp_path / "report.html")
+    assert "Eva-f" in (tmp_path / "report.html").read_text()
+
+
 def test_a_pipeline_of_one_process_is_judged_by_its_losses(tmp_path):
     compared = compare(Setting(WORKLOADS["autoencoder"], batch=64, max_norm=1.0), ["pipeline"], steps=20)
     result = compared.results[2]

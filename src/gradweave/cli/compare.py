@@ -40,7 +40,7 @@ def compare_command(
         str,
         typer.Option(
             help="Of loop, foreach, fused, hook, backward, forward, auto, reorder, daso, data_parallel, compile, "
-            "pipeline; comma-separated."
+            "pipeline, eva, eva_f, eva_s; comma-separated."
         ),
     ] = "loop,backward,forward,auto",
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
@@ -73,6 +73,8 @@ def compare_command(
 
 def _print(result: Comparison, title: str) -> None:
     """A row per mode, what the woven ones do, and the verdict."""
+    from gradweave.compare.variants import OTHER_RULES, WOVEN
+
     has_memory = result.setting.device.type == "cuda"
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     table.title = escape(f"{title}, {result.environment['device']}")
@@ -87,7 +89,7 @@ def _print(result: Comparison, title: str) -> None:
     console = Console(soft_wrap=True)
     console.print(table)
     for row in result.results:
-        if row.label in ("backward", "forward", "auto", "reorder", "daso", "data_parallel", "pipeline"):
+        if row.label in (*WOVEN, "pipeline", *OTHER_RULES):
             console.print(f"{row.label}: {row.description}", highlight=False, markup=False)
     console.print(f"\n{result.verdict}", highlight=False, markup=False)
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gradweave
 from gradweave.compare.statistics import Ratio, is_claim, paired_ratio, percentiles
 from gradweave.compare.trial import PARTS, Setting, Trial
-from gradweave.compare.variants import DESCRIPTIONS, MODES, WHOLE, WOVEN, baseline_of
+from gradweave.compare.variants import DESCRIPTIONS, MODES, OTHER_RULES, WHOLE, WOVEN, baseline_of
 from gradweave.errors import ArgumentError
 
 BLOCK_STEPS = 5
@@ -67,9 +67,16 @@ class Result:
         """How near its training is to the baseline's, in a word or two."""
         if self.identical:
             return "same"
+        if self.label in OTHER_RULES:
+            return f"loss {self.last_loss:.3g}"
         if self.label in WHOLE:
             return f"loss {self.loss_difference:.0e}"
         return f"{self.difference:.0e} off"
+
+    @property
+    def last_loss(self) -> float:
+        """The mean of the last steps."""
+        return mean(self.losses[-BLOCK_STEPS:])
 
     @property
     def identical(self) -> bool:
@@ -88,7 +95,17 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """The outcome in one sentence."""
+        """The outcome in a sentence, and one more about what trains by another rule."""
+        baseline, others = self.results[0], [result for result in self.results if result.label in OTHER_RULES]
+        if not others:
+            return self._judged()
+        losses = ", ".join(f"{result.label} {result.last_loss:.3g}" for result in others)
+        return (
+            f"{self._judged()} After as many steps {baseline.label} is at a loss of {baseline.last_loss:.3g}; by "
+            f"another rule, with defaults: {losses}."
+        )
+
+    def _judged(self) -> str:
         baseline, again, *others = self.results
         woven = [result for result in others if result.label in (*WOVEN, *WHOLE)]
         noise = f"two runs of {baseline.label} differed by {again.speedup}"

@@ -14,6 +14,7 @@ from gradweave.daso import DASO
 from gradweave.data_parallel import DataParallel
 from gradweave.errors import ArgumentError
 from gradweave.fusion import Fusion, fuse
+from gradweave.optim import Eva, EvaF, EvaS
 from gradweave.split import Reordering, reorder
 from gradweave.whole_step import Step, compile
 
@@ -34,7 +35,9 @@ WOVEN = (*FUSED, "reorder", "daso", "data_parallel")
 """Those that must give the stock weights, bit for bit; the last two, since this is one process."""
 WHOLE = ("compile", "pipeline")
 """Those that take steps as a whole, and must give the stock losses, to rounding."""
-MODES = (*STOCK, "hook", *WOVEN, *WHOLE)
+OTHER_RULES: dict[str, Callable[[nn.Module], Optimizer]] = {"eva": Eva, "eva_f": EvaF, "eva_s": EvaS}
+"""Those that are another optimizer, with its defaults: they train otherwise, and are judged by time and loss."""
+MODES = (*STOCK, "hook", *WOVEN, *WHOLE, *OTHER_RULES)
 DESCRIPTIONS = {
     "loop": "stock, one parameter after the other",
     "foreach": "stock, multi-tensor operations",
@@ -47,6 +50,9 @@ DESCRIPTIONS = {
     "daso": "gradweave: exchanges between nodes; one process has none, and must not be slower for it",
     "data_parallel": "gradweave: averages over ranks; one process has none, and must not be slower for it",
     "compile": "gradweave: forward, backward and update as one compiled graph",
+    "eva": "gradweave: Eva with its defaults in the place of the optimizer",
+    "eva_f": "gradweave: Eva-f with its defaults in the place of the optimizer",
+    "eva_s": "gradweave: Eva-s with its defaults in the place of the optimizer",
     "pipeline": "gradweave: two micro-batches through a pipeline; one process has all stages, and nothing to gain",
 }
 
@@ -90,7 +96,9 @@ class Variant:
         self.trained: nn.Module = model
         make = OPTIMIZERS[optimizer]
         self._hooked: list[Optimizer] = []
-        if mode == "hook":
+        if mode in OTHER_RULES:
+            self.optimizer = OTHER_RULES[mode](model)
+        elif mode == "hook":
             self._attach_hooks(model, lambda params: make(params, **_form(baseline_of(optimizer))))
         else:
             form = mode if mode in STOCK else baseline_of(optimizer)
