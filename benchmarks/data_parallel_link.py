@@ -38,7 +38,7 @@ SETTINGS = {
     "resnet18, 2 ranks, real compute": ("resnet18", 1, 0.0),
     "gpt, 2 ranks, real compute": ("gpt", 1, 0.0),
 }
-ROUNDS, STEPS = 3, 5
+ROUNDS = 3
 COLOURS = {"no_barrier": "#66aa55", "reverse_first_k": "#228833", "auto": "#4477aa", "ddp (again)": "#999999"}
 
 
@@ -74,7 +74,7 @@ def slowest(answers: list[dict[str, Any]]) -> float:
     return max(answer["seconds"] for answer in answers)
 
 
-def measure(name: str, ratio: float, rounds: int) -> list[dict[str, object]]:
+def measure(name: str, ratio: float, rounds: int, steps: int) -> list[dict[str, object]]:
     """All variants of one setting, in turns."""
     model, places, seconds = SETTINGS[name]
     common = {"model": model, "seconds": seconds}
@@ -105,7 +105,7 @@ def measure(name: str, ratio: float, rounds: int) -> list[dict[str, object]]:
         for number in range(rounds):
             forecasts.append(ranks.do(**ask, **common)[0])
             for variant in order[number % len(order) :] + order[: number % len(order)]:
-                last[variant] = ranks.do(job="steps", name=variant.removesuffix(" (again)"), count=STEPS)
+                last[variant] = ranks.do(job="steps", name=variant.removesuffix(" (again)"), count=steps)
                 times[variant].append(slowest(last[variant]))
     predicted = {key: median(forecast[key] for forecast in forecasts) for key in predicted}
     compute = predicted["compute"]
@@ -128,7 +128,7 @@ def measure(name: str, ratio: float, rounds: int) -> list[dict[str, object]]:
                 "measured_megabits": f"{predicted['measured_megabits']:.2f}", "bytes": size, "ranks": ways,
                 "latency_us": f"{1e6 * predicted['latency']:.0f}",
                 "device_ns_per_byte": f"{predicted['device_ns_per_byte']:.3f}",
-                "bucket_bytes": bucket_bytes, "chosen": last[variant][0].get("explained", ""),
+                "bucket_bytes": bucket_bytes, "rounds": rounds, "steps": steps, "chosen": last[variant][0].get("explained", ""),
                 **environment(torch.device("cpu")),
             }
         )  # fmt: skip
@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("--setting", action="append", choices=tuple(SETTINGS))
     parser.add_argument("--ratio", action="append", type=float)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--steps", type=int, default=5, help="of each variant in a round")
     arguments = parser.parse_args()
     if arguments.what == "draw":
         draw(arguments.results)
@@ -176,7 +177,7 @@ def main() -> None:
         for ratio in arguments.ratio or RATIOS:
             if (name, ratio) not in done:
                 print(f"{name}, r = {ratio}", flush=True)
-                append(arguments.results, measure(name, ratio, arguments.rounds))
+                append(arguments.results, measure(name, ratio, arguments.rounds, arguments.steps))
 
 
 if __name__ == "__main__":
