@@ -128,7 +128,8 @@ def measure(name: str, ratio: float, rounds: int, steps: int) -> list[dict[str, 
                 "measured_megabits": f"{predicted['measured_megabits']:.2f}", "bytes": size, "ranks": ways,
                 "latency_us": f"{1e6 * predicted['latency']:.0f}",
                 "device_ns_per_byte": f"{predicted['device_ns_per_byte']:.3f}",
-                "bucket_bytes": bucket_bytes, "rounds": rounds, "steps": steps, "chosen": last[variant][0].get("explained", ""),
+                "bucket_bytes": bucket_bytes, "rounds": rounds, "steps": steps,
+                "chosen": last[variant][0].get("explained", ""),
                 **environment(torch.device("cpu")),
             }
         )  # fmt: skip

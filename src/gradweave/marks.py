@@ -11,6 +11,7 @@ from gradweave.compat.eager import load_hooks
 from gradweave.errors import ArgumentError
 from gradweave.fusion.hooks import ModuleHook
 
+_FUSED = "_gradweave_fusion"
 _COMPILED = "_gradweave_compiled_step"
 _DASO = "_gradweave_daso"
 _DATA_PARALLEL = "_gradweave_data_parallel"
@@ -20,6 +21,19 @@ def check_is_module(model: object) -> None:
     """Raises for what is not a model; a :class:`~gradweave.Pipeline`, which has one in its ``module``, for example."""
     if not isinstance(model, nn.Module):
         raise ArgumentError("model", type(model).__name__, "give an nn.Module")
+
+
+def mark_fused(optimizer: Optimizer, fusion: object | None) -> None:
+    """Notes on an optimizer that a fusion has its updates done; None that it no longer does."""
+    if fusion is not None:
+        setattr(optimizer, _FUSED, fusion)
+    else:
+        delattr(optimizer, _FUSED)
+
+
+def is_in_fusion(optimizer: Optimizer) -> bool:
+    """Whether a fusion is attached to an optimizer."""
+    return getattr(optimizer, _FUSED, None) is not None
 
 
 def mark_compiled(optimizer: Optimizer, step: object) -> None:

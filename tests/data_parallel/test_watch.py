@@ -93,6 +93,36 @@ def test_nothing_of_a_step_is_left_out():
     assert costs.compute_seconds == pytest.approx(sorted(spent)[2], rel=0.2)
 
 
+@pytest.mark.parametrize("odd", ["no word of backward", "a forward before step", "a step that fails"])
+def test_loops_that_are_odd(odd):
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = UseOrder(model)
+    model(torch.ones(2, 3))
+    order.close()
+    layers = order.layers(order.numbers())
+    watch = StepWatch(layers, optimizer, torch.device("cpu"))
+    for number in range(5):
+        with Watched(WeightGradientQueue(watch), layers):
+            loss = model(torch.ones(2, 3)).sum()
+        if odd != "no word of backward":
+            watch.backward_begins()
+        loss.backward()
+        if odd == "a forward before step":
+            with torch.no_grad():
+                model(torch.ones(2, 3))
+        if odd == "a step that fails" and number == 1:
+            optimizer.param_groups[0]["lr"] = "much"
+            with pytest.raises(TypeError):
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.1
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert watch.steps == (4 if odd == "a step that fails" else 5)
+    assert all(layer.weight_grad > 0 for layer in watch.close().layers)
+
+
 def test_a_link_is_measured_the_same_on_all_ranks(two):
     measured = two.run("measures_link")
     assert measured[0] == measured[1]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+from gradweave.errors import ArgumentError
 from gradweave.fusion import buckets, fuse
 from gradweave.optim import FOOF, KFAC, Eva, EvaF, EvaS, Shampoo
 from optim.models import images, loss_of, make_conv, make_mlp, rows, weights
@@ -156,3 +157,37 @@ def test_a_layer_that_is_not_used():
 
     made, expected = (train(EvaF, fused=fused, make=Sometimes, data=data) for fused in (True, False))
     check_same(made, expected)
+
+
+def test_a_step_of_its_own_is_not_passed_over():
+    class Clipped(EvaF):
+        def step(self, closure=None):
+            nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+            return super().step(closure)
+
+    model = make_mlp()
+    with pytest.raises(ArgumentError, match="optimizer="):
+        fuse(model, Clipped(model), "forward")
+
+
+def test_parameters_of_a_class_of_their_own_are_updated_in_stock_order():
+    class Own(nn.Parameter):
+        pass
+
+    def make():
+        model = make_mlp()
+        model[0].weight = Own(model[0].weight.detach().clone())
+        return model
+
+    def run(fused):
+        model = make()
+        optimizer = EvaF(model)
+        if fused:
+            fuse(model, optimizer, "forward")
+        for x in rows(5):
+            loss_of(model, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model)
+
+    assert torch.equal(run(True), run(False))

@@ -10,6 +10,7 @@ from torch import nn, optim
 
 from gradweave.fusion import buckets, fuse
 from gradweave.fusion.late import LateGradient
+from gradweave.split import layers
 from gradweave.split.attach import reorder
 from gradweave.split.following import Following
 from split.test_crossing import conv_net, crossing_costs, net
@@ -76,8 +77,8 @@ def late(monkeypatch):
     taken = []
     real = Following.take
 
-    def take(self, layer, tasks):
-        made = real(self, layer, tasks)
+    def take(self, layer, *given):
+        made = real(self, layer, *given)
         if made is not None:
             taken.append(layer)
         return made
@@ -124,10 +125,10 @@ def test_gradients_are_freed_in_backward(device, late, monkeypatch):
     made = weakref.WeakSet()
     real = Following.take
 
-    def take(self, layer, tasks):
+    def take(self, layer, *given):
         gc.collect()
         alive.append(sum(len(layer._made) for layer in made))
-        taken = real(self, layer, tasks)
+        taken = real(self, layer, *given)
         made.update(self._open)
         return taken
 
@@ -272,3 +273,142 @@ def test_in_a_cuda_graph():
     assert torch.equal(torch.stack(losses), expected[2])
     for a, b in zip(model.parameters(), expected[0].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class Shared(nn.Module):
+    """Layers of one weight, whose biases are others, or none."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.enter = nn.Linear(4, 8)
+        self.one, self.two = nn.Linear(8, 8, bias=kind != "first without"), nn.Linear(8, 8)
+        if kind != "functional":
+            self.two.weight = self.one.weight
+
+    def forward(self, x):
+        x = torch.tanh(self.one(torch.tanh(self.enter(x))))
+        x = nn.functional.linear(x, self.one.weight) if self.kind == "functional" else x
+        return self.two(torch.tanh(x))
+
+
+@each_device
+@pytest.mark.parametrize("kind", ["first without", "both", "functional"])
+def test_a_weight_that_is_shared_but_not_its_bias(device, kind):
+    made = train("side_stream", make=lambda: Shared(kind), device=device)
+    check_same(made, train(None, make=lambda: Shared(kind), device=device))
+
+
+def test_gradients_that_are_asked_for_are_plain_tensors(late):
+    def loop(number, model, optimizer, fusion, handle):
+        if number < 2 or fusion is None:
+            return
+        del late[:]
+        params = list(model.parameters())
+        kinds = {type(g) for g in torch.autograd.grad(model(torch.ones(3, 4)).sum(), params)}
+        assert kinds == {torch.Tensor}
+        assert not late
+
+    check_same(train("side_stream", loop=loop), train(None, loop=loop))
+
+
+def test_a_layer_with_a_hook_in_backward_is_waited_for(late):
+    seen = []
+
+    def make():
+        model = net()
+        model[2].register_full_backward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
+        return model
+
+    made = train("side_stream", make=make)
+    assert late
+    assert 1 not in late
+    check_same(made, train(None, make=make))
+
+
+def test_a_second_fusion_is_followed_too(late):
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    fusion, handle = attach(model, optimizer, "side_stream")
+
+    def step():
+        model(torch.ones(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    assert late
+    fusion.detach()
+    del late[:]
+    step()
+    assert not late
+    assert "follow" not in handle.explain()
+    fuse(model, optimizer, "backward")
+    step()
+    step()
+    assert late
+    assert "follow" in handle.explain()
+
+
+@pytest.mark.parametrize("policy", ["side_stream", "joint"])
+def test_a_weight_gradient_that_fails(policy, monkeypatch):
+    """As for want of memory: the next step is taken as if nothing had been."""
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    fusion, _ = attach(model, optimizer, policy)
+    x = torch.ones(3, 4)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(x).square().mean()
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise MemoryError("none left")
+        return real(*_)
+
+    real = layers._linear_weight
+    monkeypatch.setattr(layers, "_linear_weight", fail)
+    with pytest.raises(MemoryError):
+        loss.backward()
+    fusion.accept_partial()
+    optimizer.zero_grad()
+    monkeypatch.setattr(layers, "_linear_weight", real)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gradients_that_accumulate_on_another_stream():
+    """As after a warm-up on a stream whose last loss is still there."""
+
+    def run(policy):
+        model = net().cuda()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        if policy is not None:
+            attach(model, optimizer, policy)
+        x = torch.ones(64, 4, device="cuda")
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        kept = []
+        for number in range(8):
+            with torch.cuda.stream(side if number < 3 else torch.cuda.current_stream()):
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            kept.append(loss)
+            torch.cuda.current_stream().wait_stream(side)
+        return torch.stack(kept), [p.detach() for p in model.parameters()]
+
+    (losses, weights), (expected, stock) = run("side_stream"), run(None)
+    assert torch.equal(losses, expected)
+    assert all(torch.equal(a, b) for a, b in zip(weights, stock, strict=True))

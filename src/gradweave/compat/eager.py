@@ -190,6 +190,19 @@ def mark_stepped(optimizer: Optimizer) -> None:
         hook(optimizer, (optimizer,), {})
 
 
+def will_be_accumulated(param: torch.Tensor) -> bool:
+    """Whether the backward that is now running puts a leaf's gradient into ``.grad``, and does not return it."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
+    except RuntimeError:  # of a leaf that torch.autograd.grad() was asked for
+        return False
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether somebody is called when backward comes to a module, or leaves it."""
+    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+
+
 def gradient_hooks(param: torch.Tensor) -> int:
     """How many are to be called with a parameter's gradient."""
     return len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ())

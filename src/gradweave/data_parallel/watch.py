@@ -90,6 +90,7 @@ class StepWatch:
     def _entered(self, *_: Any) -> None:
         if not self._in_forward:
             self._in_forward = True
+            self._in_steps = 0
             self._last = self._moments.now()
 
     def _left(self, module: nn.Module, *_: Any) -> None:
@@ -105,6 +106,7 @@ class StepWatch:
 
     def start(self, task: Task) -> None:
         """Computes a weight gradient at once, and notes when."""
+        self._in_forward = False
         begin = self._moments.now()
         task.compute()
         end = self._moments.now()
@@ -130,7 +132,7 @@ class StepWatch:
             return
         self._note(Kind.U, 0, self._step_begun, self._moments.now())
         self._spans.append(defaultdict(list))
-        self._last = None
+        self._last, self._in_forward = None, False
 
     def close(self) -> Costs:
         """Ends the measurement; the first step is not counted."""

@@ -22,10 +22,16 @@ from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.hooks import ModuleHook, StepHooks
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.stepping import begins_whole
-from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.marks import (
+    check_is_module,
+    is_in_compiled_step,
+    is_in_daso,
+    is_in_data_parallel,
+    is_in_fusion,
+    mark_fused,
+)
 
 MODES = ("auto", "forward", "backward")
-_ATTACHED = "_gradweave_fusion"
 
 
 def fuse(model: nn.Module, optimizer: Optimizer, mode: str = "auto", *, track_grad_norm: bool = False) -> Fusion:
@@ -88,7 +94,7 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise ArgumentError(
             "optimizer", type(optimizer).__name__, "is in a DataParallel, which defers its updates; detach() that first"
         )
-    if getattr(optimizer, _ATTACHED, None) is not None:
+    if is_in_fusion(optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "is fused already; detach() the first fusion")
 
 
@@ -193,7 +199,7 @@ class Fusion:
             self._engine = AutoEngine(model, optimizer, self._norms)
         self._hooks = StepHooks(optimizer, self._engine.before_step, self._engine.after_step)
         self._marks = _mark_owners(model, optimizer, self)
-        setattr(optimizer, _ATTACHED, self)
+        mark_fused(optimizer, self)
 
     def __enter__(self) -> Fusion:
         return self
@@ -218,7 +224,7 @@ class Fusion:
             self._hooks.remove()
             for mark in self._marks:
                 mark.remove()
-            delattr(self.optimizer, _ATTACHED)
+            mark_fused(self.optimizer, None)
             engine.detach()
 
     @contextmanager

@@ -17,6 +17,7 @@ from gradweave.fusion.beside import UpdatesBeside
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups, same_objects
 from gradweave.fusion.guard import GradientGuard, guard_gradient
 from gradweave.fusion.hooks import HiddenParams
+from gradweave.fusion.late import settle_gradients
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
 
@@ -179,7 +180,11 @@ class BackwardEngine:
 
     def takes_late(self, p: torch.Tensor) -> bool:
         """Whether a gradient that arrives now is next used by an update here, which can wait for it."""
-        return not (self.accumulating or self._stale) and gradient_hooks(p) == self._own_hooks.get(id(p))
+        return not (self.accumulating or self._stale) and self._is_ours_alone(p)
+
+    def _is_ours_alone(self, p: torch.Tensor) -> bool:
+        """Whether nobody else is called with a parameter's gradient, who might look at the weight."""
+        return gradient_hooks(p) == self._own_hooks.get(id(p))
 
     # During backward
 
@@ -201,6 +206,8 @@ class BackwardEngine:
             self._stale = True
             return
         self._begin_update(bucket)
+        if not all(self._is_ours_alone(p) for p in bucket.params):
+            settle_gradients(bucket.params)
         self._beside.run(bucket.params, partial(self._update, bucket))
         mark_written(bucket.params)
         for p, guard in zip(bucket.params, guards, strict=True):
@@ -234,6 +241,7 @@ class BackwardEngine:
 
     def before_step(self, is_last: bool) -> None:  # noqa: ARG002
         """Leaves for the optimizer's own update what backward has not updated."""
+        self._beside.join()
         self._hidden.restore()
         self._check_untouched()
         if self._watching:

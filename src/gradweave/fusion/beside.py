@@ -51,7 +51,7 @@ class UpdatesBeside:
             for stream in (under_way.main, torch.cuda.current_stream(under_way.main.device)):
                 stream.wait_event(under_way.done)
             for source in under_way.late:
-                source.done()
+                source.done(under_way.done)
 
 
 @dataclass(frozen=True)

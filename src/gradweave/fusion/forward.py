@@ -193,7 +193,7 @@ class ForwardEngine:
         if begins_whole(self.optimizer):
             settle_gradients(params)
         updates = self._apart([update for bucket in self.buckets if (update := self._take(bucket)) is not None])
-        if not updates:
+        if not updates or not self._may_launch(updates, params):
             settle_gradients(params)
             return
         self._launch(updates)
@@ -207,6 +207,12 @@ class ForwardEngine:
         left = [p for p in params if type(p) is not self._pending_class] if count < len(params) else []
         settle_gradients(left)
         self._hidden.hide_all_but(left)
+
+    def _may_launch(self, updates: list[_Update], params: list[nn.Parameter]) -> bool:
+        """Whether these are all, where an optimizer takes a step with all gradients or none."""
+        if not begins_whole(self.optimizer):
+            return True
+        return sum(len(update.grads) for update in updates) == sum(p.grad is not None for p in params)
 
     def _take(self, bucket: Bucket) -> _Update | None:
         """What step() is to do to a bucket; None if that must be done at once, or there is nothing."""
@@ -343,7 +349,7 @@ class ForwardEngine:
             if update.stream is not None and update.stream != current:
                 update.stream.wait_event(update.event)
         for late in update.late:
-            late.source.done()
+            late.source.done(update.event)
         restore(params, self._guards)
         if update.event is None:
             self._apply_late(update)

@@ -25,8 +25,8 @@ class Source(Protocol):
     def ready(self) -> torch.Tensor:
         """The gradient, for the current stream alone; :meth:`done` must follow."""
 
-    def done(self) -> None:
-        """The stream that backward ran on has waited for what came behind :meth:`ready`."""
+    def done(self, behind: torch.cuda.Event | None = None) -> None:
+        """What came behind :meth:`ready` ends with an event, for the stream that backward ran on to wait for."""
 
 
 class LateGradient(torch.Tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -53,8 +54,12 @@ class BegunStep:
 
 
 def begins_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has ``begin_parts()``: it needs all gradients first, and can update in parts then."""
-    return callable(getattr(optimizer, "begin_parts", None))
+    """Whether an optimizer has ``begin_parts()``: it needs all gradients first, and can update in parts then.
+
+    Not one whose class has a ``step()`` of its own besides, of which that would know nothing.
+    """
+    owner = next((cls for cls in type(optimizer).__mro__ if "begin_parts" in vars(cls)), None)
+    return owner is not None and unwrap(type(optimizer).step) is unwrap(owner.step)  # type: ignore[attr-defined]
 
 
 def step_of(optimizer: Optimizer) -> FrozenStep | BegunStep:

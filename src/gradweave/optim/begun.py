@@ -26,11 +26,10 @@ class Plain:
     group: dict[str, Any]
 
 
-@dataclass(frozen=True)
 class Begun:
     """What a step is to do to each parameter.
 
-    Attributes:
+    Args:
         targets: Weights and biases of layers.
         plain: Everything else.
         keep: Whether the step is taken, on the device.
@@ -38,17 +37,26 @@ class Begun:
         manner: Of the optimizer.
     """
 
-    targets: list[Target]
-    plain: list[Plain]
-    keep: torch.Tensor
-    inverse: Number
-    manner: Manner
+    def __init__(
+        self, targets: list[Target], plain: list[Plain], keep: torch.Tensor, inverse: Number, manner: Manner
+    ) -> None:
+        self._left: dict[int, Target | Plain] = {id(target.p): target for target in targets}
+        self._left |= {id(one.p): one for one in plain}
+        self._keep = keep
+        self._inverse = inverse
+        self._manner = manner
 
     def finish(self, params: Sequence[torch.Tensor] | None = None) -> None:
-        """Updates some of the parameters, or all; each result is its own, whichever others come with it."""
-        wanted = None if params is None else set(map(id, params))
-        apply_all([t for t in self.targets if wanted is None or id(t.p) in wanted], self.keep, self.manner)
-        for one in self.plain:
-            if wanted is None or id(one.p) in wanted:
-                grad = one.grad * (-self.inverse if one.group["maximize"] else self.inverse)
-                first_order.update(one.p, grad, one.state, one.group, self.keep)
+        """Updates some of the parameters, or all, and lets go of their gradients.
+
+        Each result is its own, whichever others come with it.
+        """
+        chosen = [id(p) for p in params if id(p) in self._left] if params is not None else list(self._left)
+        ones = [self._left[key] for key in chosen]
+        apply_all([one for one in ones if isinstance(one, Target)], self._keep, self._manner)
+        for one in ones:
+            if isinstance(one, Plain):
+                grad = one.grad * (-self._inverse if one.group["maximize"] else self._inverse)
+                first_order.update(one.p, grad, one.state, one.group, self._keep)
+        for key in chosen:
+            del self._left[key]

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.marks import is_in_fusion
 from gradweave.optim import first_order
 from gradweave.optim.apply import Target, column_of_bias
 from gradweave.optim.begun import Begun, Other, Plain
@@ -177,7 +178,7 @@ class VectorOptimizer(Optimizer):
         if layers or others:
             with _no_autocast(_device_of(layers, others)):
                 self._prepare(layers, others)
-                if not self.step_in_kernels(layers, others):
+                if is_in_fusion(self) or not self.step_in_kernels(layers, others):
                     self._begin(layers, others).finish()
         return loss
 
@@ -297,6 +298,8 @@ def _device_of(layers: list[Layer], others: list[Other]) -> torch.device:
 
 def _as_now(value: Any) -> Any:
     """A hyperparameter that nobody changes any more."""
+    if isinstance(value, tuple):
+        return tuple(_as_now(part) for part in value)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

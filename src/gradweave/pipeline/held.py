@@ -12,7 +12,7 @@ from gradweave.compat.eager import gradient_hooks
 from gradweave.split.calls import SplitCalls
 from gradweave.split.queue import Task, WeightGradientQueue
 from gradweave.split.streams import InLine
-from gradweave.split.taps import Pending, Tap, precisions_of
+from gradweave.split.taps import Pending, Tap
 
 Parameters = tuple[nn.Parameter, nn.Parameter | None]
 """A weight and its bias."""
@@ -113,7 +113,7 @@ class _Leaving(Pending):
     """Where a tap's calls leave their tasks: with the stage, not with the tap."""
 
     def __init__(self, layer: int, params: Parameters, held: HeldGradients) -> None:
-        super().__init__(layer, held.queue, precisions_of(*params))
+        super().__init__(layer, held.queue, *params)
         self._params = params
         self._held = held
 

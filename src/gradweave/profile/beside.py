@@ -166,11 +166,26 @@ def captured_seconds(run: Callable[[], None], device: torch.device) -> float | N
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
                     run()
+                with _waiting_refused():
+                    run()
             return _Repeated(run, stream).seconds_of_one
         except RuntimeError:
             return None
         finally:
             torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """Context in which it is an error to wait for the device; a capture that fails of it damages the allocator."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 def share_out(costs: Costs, groups: Sequence[range], slowdowns: dict[tuple[Part, Part], float]) -> Costs:

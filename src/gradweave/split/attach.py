@@ -16,7 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from gradweave.announce import announce
 from gradweave.compat.distributed import is_distributed_tensor
-from gradweave.compat.eager import ConvolutionModule, forward_hooks, is_being_traced, is_compiled, is_parametrized
+from gradweave.compat.eager import (
+    ConvolutionModule,
+    forward_hooks,
+    has_backward_hooks,
+    is_being_traced,
+    is_compiled,
+    is_parametrized,
+)
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_deferred_in_graph, updated_in_backward, updated_in_forward
 from gradweave.fusion.hooks import ModuleHook, stack_depth
@@ -196,7 +203,8 @@ class Reordering:
         self._queue = WeightGradientQueue(place or InLine(), byte_budget)
         in_graph = partial(is_deferred_in_graph, model)
         self._crossing = Crossing(self._queue, crossing, in_graph) if crossing else None
-        self._fusions = {} if crossing else updated_in_backward(model)
+        self._find_fusions = partial(updated_in_backward, model) if not crossing else dict
+        self._fusions = self._find_fusions()
         self._following = Following(self._queue, self._takes_late) if self._fusions else None
         self._trial = trial
         self._why = why
@@ -208,6 +216,9 @@ class Reordering:
         if place is not None:
             before = model.register_forward_pre_hook(_Enter(self._enter), prepend=True)
             self._hooks = [before, model.register_forward_hook(_Leave(self._leave), always_call=True)]
+            if self._following is not None:
+                wait = ModuleHook(lambda *_: self._following.wait())  # type: ignore[union-attr]
+                self._hooks.insert(0, model.register_load_state_dict_pre_hook(wait))
 
     def __enter__(self) -> Reordering:
         return self
@@ -229,7 +240,8 @@ class Reordering:
         if self._trial is not None:
             return f"policy='auto': {self._trial.describe()}"
         crossing = f"; {len(self._crossing.layers)} layers may cross into the next forward" if self._crossing else ""
-        following = "; updates follow their weight gradients" if self._following else ""
+        attached = any(fusion.is_attached for fusion in self._fusions.values())
+        following = "; updates follow their weight gradients" if attached else ""
         return self._why + crossing + following
 
     def record(self, recorder: Recorder | None) -> None:
@@ -247,8 +259,8 @@ class Reordering:
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        """The first of two hooks at once; the second when every forward that is under way has come to it."""
-        for hook in self._hooks[: None if not self._open else 1]:
+        """All at once but the last, which is removed when every forward that is under way has come to it."""
+        for hook in self._hooks[: None if not self._open else -1]:
             hook.remove()
 
     def _enter(self, *_: Any) -> None:
@@ -263,10 +275,12 @@ class Reordering:
         calls = None
         if self._trial is None or self._trial.splits:
             weights = self._weights()
-            for late in (self._crossing, self._following):
-                if late is not None:
-                    late.begin_forward(weights)
-            calls = SplitCalls(self._queue, weights, self._followed(weights))
+            followed = self._followed(weights)
+            if self._crossing is not None:
+                self._crossing.begin_forward(weights)
+            if self._following is not None:
+                self._following.begin_forward({number: weights[number] for number in followed})
+            calls = SplitCalls(self._queue, weights, followed)
             stack.enter_context(calls)
             self._open.add(calls)
         self._own.forwards.append((depth, calls, stack))
@@ -299,9 +313,20 @@ class Reordering:
         return weights
 
     def _followed(self, weights: Weights) -> set[int]:
-        """The layers whose updates come in backward, right behind their gradients."""
-        fused = {param for param, fusion in self._fusions.items() if fusion.is_attached}
-        return {number for number, pair in weights.items() if fused and all(p is None or id(p) in fused for p in pair)}
+        """The layers whose updates come in backward, right behind their gradients.
+
+        Not those with hooks in backward, which might look at a weight that is being updated.
+        """
+        if self._following is None:
+            return set()
+        if not self._fusions or not all(fusion.is_attached for fusion in self._fusions.values()):
+            self._fusions = self._find_fusions()
+        return {
+            number
+            for number, pair in weights.items()
+            if all(p is None or id(p) in self._fusions for p in pair)
+            and not has_backward_hooks(self._layers[number][1])
+        }
 
     def _takes_late(self, p: torch.Tensor) -> bool:
         fusion = self._fusions.get(id(p))

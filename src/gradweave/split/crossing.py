@@ -18,6 +18,12 @@ Weights = Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]
 """Weight and bias of a layer, by its number."""
 
 
+def is_of_layer(weights: Weights, layer: int, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether weight and bias are those of a layer, and not a weight that it shares with another's bias."""
+    own = weights.get(layer)
+    return own is not None and own[0] is weight and own[1] is bias
+
+
 class Crossing:
     """Hands stand-ins on for the gradients of some layers, and keeps what they come from.
 
@@ -49,15 +55,16 @@ class Crossing:
         self._open: list[HandedOn] = []
         queue.late = self
 
-    def take(self, layer: int, tasks: Sequence[Task]) -> Gradients | None:
-        """Stand-ins for a layer's gradients; None if they are to be waited for."""
-        if layer not in self.layers or layer not in self.weights or not tasks:
+    def take(
+        self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, tasks: Sequence[Task]
+    ) -> Gradients | None:
+        """Stand-ins for the gradients of a weight and its bias; None if they are to be waited for."""
+        if layer not in self.layers or not tasks or not is_of_layer(self.weights, layer, weight, bias):
             return None
         if _capturing() and not self._may_cross_in_graph():
             return None
         if torch.is_grad_enabled() or not all(task.can_outlive for task in tasks):
             return None
-        weight, bias = self.weights[layer]
         params = [weight] if bias is None else [weight, bias]
         if not all(can_wait(p) and not gradient_hooks(p) for p in params):
             return None

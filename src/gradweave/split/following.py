@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import torch
 
 from gradweave.compat.eager import NO_BACKWARD, at_end_of_backward, current_backward
-from gradweave.split.crossing import Weights
+from gradweave.split.crossing import Weights, is_of_layer
 from gradweave.split.handed_on import HandedOn, can_wait
 from gradweave.split.queue import Gradients, Task, WeightGradientQueue
 
@@ -23,7 +24,7 @@ class Following:
         takes_late: Whether the next that uses a parameter's gradient is an update that can wait for it.
 
     Attributes:
-        weights: Of the forward that ran last.
+        weights: Of the layers of the forward that ran last, if their updates are to follow.
     """
 
     def __init__(self, queue: WeightGradientQueue, takes_late: Callable[[torch.Tensor], bool]) -> None:
@@ -34,11 +35,12 @@ class Following:
         self._backward = NO_BACKWARD
         queue.late = self
 
-    def take(self, layer: int, tasks: Sequence[Task]) -> Gradients | None:
-        """Stand-ins for a layer's gradients; None if they are to be waited for."""
-        if layer not in self.weights or not tasks or torch.is_grad_enabled():
+    def take(
+        self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, tasks: Sequence[Task]
+    ) -> Gradients | None:
+        """Stand-ins for the gradients of a weight and its bias; None if they are to be waited for."""
+        if not tasks or torch.is_grad_enabled() or not is_of_layer(self.weights, layer, weight, bias):
             return None
-        weight, bias = self.weights[layer]
         params = [weight] if bias is None else [weight, bias]
         if not all(can_wait(p) and self._takes_late(p) for p in params):
             return None
@@ -54,20 +56,26 @@ class Following:
 
     def begin_forward(self, weights: Weights) -> None:
         """Takes note of the weights as they are now; finishes what a backward that failed has left."""
-        self.settle()
+        self.wait()
         self.weights = weights
+
+    def wait(self) -> None:
+        """After a backward that failed: finishes everything, and waits for updates that are under way."""
+        if self._backward != NO_BACKWARD:
+            if (stream := self._queue.place.stream) is not None:
+                torch.cuda.current_stream(stream.device).wait_stream(stream)
+            self.settle()
 
     def settle(self) -> None:
         """Finishes everything, on the stream of the backward."""
         self._backward = NO_BACKWARD
-        layers, self._open = self._open, []
-        for layer in layers:
-            if layer.is_wanted:
-                layer.settle_in_place()
-            else:
-                layer.drop()
+        with ExitStack() as everything:
+            for layer in self._open:
+                everything.callback(layer.settle_in_place if layer.is_wanted else layer.drop)
+            self._open = []
 
     def close(self) -> None:
         """Finishes everything; gradients are waited for from now on."""
+        self.wait()
         self.settle()
         self._queue.late = None

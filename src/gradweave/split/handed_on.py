@@ -7,6 +7,7 @@ from weakref import WeakSet, ref
 
 import torch
 
+from gradweave.compat.eager import will_be_accumulated
 from gradweave.errors import GradweaveError
 from gradweave.fusion.late import LateGradient
 from gradweave.fusion.stepping import no_autocast
@@ -93,12 +94,15 @@ class HandedOn:
                 self._elsewhere = torch.cuda.current_stream(self._device).record_event()
         return self._made
 
-    def done(self) -> None:
-        """Lets go of what the gradients were made from."""
+    def done(self, behind: torch.cuda.Event | None = None) -> None:
+        """Lets go of what the gradients were made from: for the stream of the backward, whose memory that is."""
         if not self.is_over:
-            for task in self._tasks:
-                self._queue.finish(task)
-                task.drop()
+            with torch.cuda.stream(self._main) if self._main is not None else nullcontext():
+                if behind is not None and self._main is not None:
+                    self._main.wait_event(behind)
+                for task in self._tasks:
+                    self._queue.finish(task)
+                    task.drop()
             self._end()
 
     def drop(self) -> None:
@@ -115,7 +119,7 @@ class HandedOn:
     def _shaped(self, results: list[Gradients]) -> list[torch.Tensor]:
         """The sums over all calls, in the parameters' precision and layout, as autograd would leave them."""
         made = []
-        for (dtype, like), gradient in zip(self._layouts, sum_of(results), strict=False):
+        for (dtype, like), gradient in zip(self._layouts, sum_of(results), strict=False):  # no bias, no gradient of it
             if gradient is None:
                 raise GradweaveError("a call has left no gradient for a parameter that needs one")
             gradient = gradient.to(dtype)
@@ -147,14 +151,20 @@ class _Part:
         """The gradient, for the current stream alone."""
         return self._layer.ready()[self._number]
 
-    def done(self) -> None:
-        """The stream of the backward is behind what came after :meth:`ready`."""
-        self._layer.done()
+    def done(self, behind: torch.cuda.Event | None = None) -> None:
+        """What came after :meth:`ready` ends with an event; the stream of the backward waits for that."""
+        self._layer.done(behind)
 
 
 def can_wait(p: torch.Tensor) -> bool:
     """Whether autograd puts a parameter's gradient into ``.grad`` as it is, without a look at it."""
-    return p.is_leaf and p.requires_grad and p.grad is None and _same_layout(torch.empty_like(p, device="meta"), p)
+    return (
+        p.is_leaf
+        and p.requires_grad
+        and p.grad is None
+        and _same_layout(torch.empty_like(p, device="meta"), p)
+        and will_be_accumulated(p)
+    )
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

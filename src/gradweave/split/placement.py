@@ -128,6 +128,6 @@ class Planned:
                     return
                 task = progress.waiting.pop(layer)
                 progress.gone.add(layer)
-                self._given.add(task)
                 self._place.start(task)
+                self._given.add(task)
             progress.left.popleft()

@@ -150,8 +150,10 @@ class Place(Protocol):
 class Late(Protocol):
     """Who may have gradients handed on before they are computed."""
 
-    def take(self, layer: int, tasks: Sequence[Task]) -> Gradients | None:
-        """Stand-ins for a layer's gradients; None if they are to be waited for."""
+    def take(
+        self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, tasks: Sequence[Task]
+    ) -> Gradients | None:
+        """Stand-ins for the gradients of a weight and its bias; None if they are to be waited for."""
 
 
 class WeightGradientQueue:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.autograd import Function
@@ -34,7 +35,7 @@ class Tap:
     """
 
     def __init__(self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, queue: WeightGradientQueue) -> None:
-        self.pending = Pending(layer, queue, precisions_of(weight, bias))
+        self.pending = Pending(layer, queue, weight, bias)
         self._leaf = weight.is_leaf
         self.weight, self.bias = _Tap.apply(self.pending, weight, bias)  # type: ignore[no-untyped-call]
         self._low: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor | None]] = {}
@@ -63,15 +64,17 @@ class Pending:
     The tap's node of autograd has only this, not the tap, whose tensors have the node.
 
     Attributes:
-        layer: The number of the layer.
+        layer: The number of the layer; taps of one weight with different biases have the same.
         calls: Of the forward, which use the tap.
         dtypes: Of the weight and of its bias.
     """
 
-    def __init__(self, layer: int, queue: WeightGradientQueue, dtypes: Precisions) -> None:
+    def __init__(self, layer: int, queue: WeightGradientQueue, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.layer = layer
         self.calls = 0
-        self.dtypes = dtypes
+        self.dtypes: Precisions = weight.dtype, None if bias is None else bias.dtype
+        self._weight = ref(weight)  # weakly: autograd leads from there to here
+        self._bias = None if bias is None else ref(bias)
         self._queue = queue
         self._tasks: dict[int, list[Task]] = {}
 
@@ -96,14 +99,11 @@ class Pending:
         Another one over the same graph may have left tasks that it did not ask for.
         """
         tasks = self._tasks.pop(current_backward(), [])
-        if self._queue.late is not None and (late := self._queue.late.take(self.layer, tasks)) is not None:
-            return late
+        if self._queue.late is not None:
+            weight, bias = self._weight(), self._bias() if self._bias is not None else None
+            if weight is not None and (late := self._queue.late.take(self.layer, weight, bias, tasks)) is not None:
+                return late
         return sum_of(self._queue.finish_and_take(task) for task in tasks)
-
-
-def precisions_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Precisions:
-    """Those in which gradients are to be."""
-    return weight.dtype, None if bias is None else bias.dtype
 
 
 def in_precision(dtypes: Precisions, gradients: Gradients) -> Gradients:
