@@ -33,6 +33,22 @@ def test_every_name_of_the_front_door_opens():
         gradweave.nonsense  # noqa: B018
 
 
+def test_every_part_can_be_imported_first():
+    script = """
+import importlib, pkgutil, sys
+import torch, gradweave
+parts = [module.name for module in pkgutil.iter_modules(gradweave.__path__, "gradweave.")]
+for part in parts:
+    for name in [name for name in sys.modules if name.split(".")[0] == "gradweave"]:
+        del sys.modules[name]
+    importlib.import_module(part)
+print(len(parts))
+"""
+    run = python("-c", script)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) > 10
+
+
 BLOCK_TORCH = """
 import sys
 class Blocker:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from gradweave.compat.eager import load_hooks
 from gradweave.errors import ArgumentError
-from gradweave.fusion.hooks import ModuleHook
+from gradweave.module_hook import ModuleHook
 
 _FUSED = "_gradweave_fusion"
 _COMPILED = "_gradweave_compiled_step"

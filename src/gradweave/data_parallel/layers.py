@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradweave.compat.eager import ConvolutionModule, is_parametrized, no_torch_function
-from gradweave.fusion.hooks import ModuleHook
+from gradweave.module_hook import ModuleHook
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.data_parallel.layers import Layer
-from gradweave.fusion.hooks import ModuleHook
+from gradweave.module_hook import ModuleHook
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.links import Link
 from gradweave.schedule.tasks import Kind

@@ -19,7 +19,7 @@ from gradweave.fusion.auto import AutoEngine
 from gradweave.fusion.backward import BackwardEngine
 from gradweave.fusion.coupling import check_independent
 from gradweave.fusion.forward import ForwardEngine
-from gradweave.fusion.hooks import ModuleHook, StepHooks
+from gradweave.fusion.hooks import StepHooks
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.stepping import begins_whole
 from gradweave.marks import (
@@ -30,6 +30,7 @@ from gradweave.marks import (
     is_in_fusion,
     mark_fused,
 )
+from gradweave.module_hook import ModuleHook
 
 MODES = ("auto", "forward", "backward")
 

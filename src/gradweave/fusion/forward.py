@@ -16,7 +16,7 @@ from gradweave.compat.eager import in_function_transform, is_compiled, outside_f
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
 from gradweave.fusion.guard import GradientGuard, guard_gradient
-from gradweave.fusion.hooks import HiddenParams, ModuleHook
+from gradweave.fusion.hooks import HiddenParams
 from gradweave.fusion.late import LateGradient, settle_gradients, settled
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.pending import PendingState, pending_class, restore
@@ -29,6 +29,7 @@ from gradweave.fusion.stepping import (
     no_autocast,
     step_of,
 )
+from gradweave.module_hook import ModuleHook
 
 _MOST_BUCKETS = 3
 """On a GPU: the updates are launched one after the other anyway, and each launch costs the host."""

@@ -13,27 +13,6 @@ from torch.optim import Optimizer
 from gradweave.compat.eager import put_first_behind_step, step_pre_hooks
 
 
-class ModuleHook:
-    """A module's forward pre-hook that stays behind when the module is copied or saved.
-
-    Modules take their hooks along; the copy's one does nothing, so that a copy is a stock model.
-    """
-
-    def __init__(self, callback: Callable[[nn.Module, Any], None] | None = None) -> None:
-        self._callback = callback
-
-    def __call__(self, module: nn.Module, args: Any = (), *_: Any) -> None:
-        """As torch calls it, before the module's forward, with the forward's arguments."""
-        if self._callback is not None:
-            self._callback(module, args)
-
-    def __deepcopy__(self, _: Any) -> ModuleHook:
-        return ModuleHook()
-
-    def __reduce__(self) -> Any:
-        return ModuleHook, ()
-
-
 class HiddenParams:
     """Keeps parameters out of an optimizer's own update for the length of one step.
 

@@ -26,8 +26,9 @@ from gradweave.compat.eager import (
 )
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_deferred_in_graph, updated_in_backward, updated_in_forward
-from gradweave.fusion.hooks import ModuleHook, stack_depth
+from gradweave.fusion.hooks import stack_depth
 from gradweave.marks import check_is_module, is_trained_in_parallel
+from gradweave.module_hook import ModuleHook
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.planning import plan

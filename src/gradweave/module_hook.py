@@ -1,0 +1,29 @@
+"""Hooks on modules that stay behind when the module is copied or saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class ModuleHook:
+    """A module's forward pre-hook that stays behind when the module is copied or saved.
+
+    Modules take their hooks along; the copy's one does nothing, so that a copy is a stock model.
+    """
+
+    def __init__(self, callback: Callable[[nn.Module, Any], None] | None = None) -> None:
+        self._callback = callback
+
+    def __call__(self, module: nn.Module, args: Any = (), *_: Any) -> None:
+        """As torch calls it, before the module's forward, with the forward's arguments."""
+        if self._callback is not None:
+            self._callback(module, args)
+
+    def __deepcopy__(self, _: Any) -> ModuleHook:
+        return ModuleHook()
+
+    def __reduce__(self) -> Any:
+        return ModuleHook, ()
