@@ -15,8 +15,9 @@ demo: $(VENV)/ready
 	$(SIMULATE) pipeline --out $(DEMO)/pipeline.png
 	$(SIMULATE) daso --out $(DEMO)/daso.png
 
+# One thread each, and one process more than there are cores: many tests wait for other processes.
 test: lint
-	$(BIN)/python -m pytest -q -n auto -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) -m "not slow"
 
 lint: $(VENV)/ready
 	$(BIN)/python -m ruff check
