@@ -35,14 +35,19 @@ class SlowOptimizer(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_costs_are_those_of_the_layers():
-    model = nn.Sequential(nn.Linear(3, 3), SlowLinear(3, 300), nn.ReLU(), nn.Linear(300, 1))
-    optimizer = SlowOptimizer(model.parameters(), lr=0.1)
+def watched(model, optimizer):
+    """A watch over a model that has been run once."""
     order = UseOrder(model)
     model(torch.ones(2, 3))
     order.close()
     layers = order.layers(order.numbers())
-    watch = StepWatch(layers, optimizer, torch.device("cpu"))
+    return StepWatch(layers, optimizer, torch.device("cpu")), layers
+
+
+def test_costs_are_those_of_the_layers():
+    model = nn.Sequential(nn.Linear(3, 3), SlowLinear(3, 300), nn.ReLU(), nn.Linear(300, 1))
+    optimizer = SlowOptimizer(model.parameters(), lr=0.1)
+    watch, layers = watched(model, optimizer)
     for _ in range(4):
         with Watched(WeightGradientQueue(watch), layers):
             loss = model(torch.ones(2, 3)).sum()
@@ -71,11 +76,7 @@ class Pause(nn.Module):
 def test_nothing_of_a_step_is_left_out():
     model = nn.Sequential(nn.Linear(3, 3), Pause(), nn.Linear(3, 3), Pause())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    order = UseOrder(model)
-    model(torch.ones(2, 3))
-    order.close()
-    layers = order.layers(order.numbers())
-    watch = StepWatch(layers, optimizer, torch.device("cpu"))
+    watch, layers = watched(model, optimizer)
     spent = []
     for _ in range(5):
         began = time.perf_counter()
@@ -97,11 +98,7 @@ def test_nothing_of_a_step_is_left_out():
 def test_loops_that_are_odd(odd):
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    order = UseOrder(model)
-    model(torch.ones(2, 3))
-    order.close()
-    layers = order.layers(order.numbers())
-    watch = StepWatch(layers, optimizer, torch.device("cpu"))
+    watch, layers = watched(model, optimizer)
     for number in range(5):
         with Watched(WeightGradientQueue(watch), layers):
             loss = model(torch.ones(2, 3)).sum()
