@@ -17,7 +17,7 @@ demo: $(VENV)/ready
 
 # One thread each, and one process more than there are cores: many tests wait for other processes.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $$(($$(nproc) + 1)) --dist loadgroup -m "not slow"
 
 lint: $(VENV)/ready
 	$(BIN)/python -m ruff check

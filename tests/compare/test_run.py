@@ -10,6 +10,9 @@ from gradweave.compare.trial import Setting
 from gradweave.compare.workloads import WORKLOADS
 from gradweave.errors import ArgumentError
 
+together = pytest.mark.xdist_group("comparison")
+"""In one process, so that the comparison is made once."""
+
 
 @pytest.fixture(scope="module")
 def comparison():
@@ -20,6 +23,7 @@ def comparison():
     )
 
 
+@together
 def test_every_mode_is_measured_beside_the_baseline_and_itself(comparison):
     labels = [result.label for result in comparison.results]
     assert labels[:6] == ["fused", "fused (again)", "loop", "hook", "backward", "forward"]
@@ -34,6 +38,7 @@ def test_every_mode_is_measured_beside_the_baseline_and_itself(comparison):
     assert not comparison.results[1].claim
 
 
+@together
 def test_woven_modes_give_identical_weights_and_losses(comparison):
     results = {result.label: result for result in comparison.results}
     for label in ("fused (again)", "backward", "forward", "hook", "reorder", "daso", "data_parallel"):
@@ -45,6 +50,7 @@ def test_woven_modes_give_identical_weights_and_losses(comparison):
     assert results["loop"].difference < 1e-2
 
 
+@together
 def test_timelines_show_updates_where_each_mode_puts_them(comparison):
     timelines = {trial.label: trial.timeline for trial in comparison.trials}
 
@@ -57,11 +63,13 @@ def test_timelines_show_updates_where_each_mode_puts_them(comparison):
     assert kinds("forward").startswith(("FU", "UF"))
 
 
+@together
 def test_the_verdict_is_one_sentence_that_names_the_noise(comparison):
     assert comparison.verdict.endswith(".")
     assert "two runs of fused differed by" in comparison.verdict
 
 
+@together
 def test_a_wrong_result_is_the_verdict(comparison):
     from dataclasses import replace
 
@@ -70,6 +78,7 @@ def test_a_wrong_result_is_the_verdict(comparison):
     assert verdict.startswith("forward did not train as fused did: do not use it")
 
 
+@together
 def test_figures_and_a_report_that_needs_nothing_else(comparison, tmp_path):
     paths = save_figures(comparison, tmp_path)
     assert all(path.stat().st_size > 5000 for path in paths)
