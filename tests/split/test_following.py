@@ -32,6 +32,19 @@ def attach(model, optimizer, policy):
     return fusion, reorder(model, policy, costs=costs)
 
 
+def at_work(policy, device="cpu"):
+    """A training in which updates follow already."""
+    model = net().to(device)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    fusion, _ = attach(model, optimizer, policy)
+    x = torch.ones(3, 4, device=device)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, fusion, x
+
+
 def train(policy, *, make=net, device="cpu", steps=5, size=(3, 4), autocast=False, loop=None, sgd=False):
     model = make().to(device)
     options = {"fused": True} if device == "cuda" else {}
@@ -214,14 +227,7 @@ def test_either_may_be_detached_first():
 @each_device
 def test_a_backward_that_fails(device):
     """What it has updated stays; the next forward finds nothing left over."""
-    model = net().to(device)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    fusion, _ = attach(model, optimizer, "side_stream")
-    x = torch.ones(3, 4, device=device)
-    for _ in range(2):
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer, fusion, x = at_work("side_stream", device)
 
     def fail(_):
         raise ValueError("no")
@@ -353,14 +359,7 @@ def test_a_second_fusion_is_followed_too(late):
 @pytest.mark.parametrize("policy", ["side_stream", "joint"])
 def test_a_weight_gradient_that_fails(policy, monkeypatch):
     """As for want of memory: the next step is taken as if nothing had been."""
-    model = net()
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    fusion, _ = attach(model, optimizer, policy)
-    x = torch.ones(3, 4)
-    for _ in range(2):
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer, fusion, x = at_work(policy)
     loss = model(x).square().mean()
     calls = []
 

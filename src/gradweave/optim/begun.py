@@ -49,14 +49,16 @@ class Begun:
     def finish(self, params: Sequence[torch.Tensor] | None = None) -> None:
         """Updates some of the parameters, or all, and lets go of their gradients.
 
-        Each result is its own, whichever others come with it.
+        Each result is its own, whichever others come with it. What is done is not done again, should another fail.
         """
         chosen = [id(p) for p in params if id(p) in self._left] if params is not None else list(self._left)
-        ones = [self._left[key] for key in chosen]
-        apply_all([one for one in ones if isinstance(one, Target)], self._keep, self._manner)
-        for one in ones:
+        targets = [target for key in chosen if isinstance(target := self._left[key], Target)]
+        apply_all(targets, self._keep, self._manner)
+        for target in targets:
+            del self._left[id(target.p)]
+        for key in chosen:
+            one = self._left.get(key)
             if isinstance(one, Plain):
                 grad = one.grad * (-self._inverse if one.group["maximize"] else self._inverse)
                 first_order.update(one.p, grad, one.state, one.group, self._keep)
-        for key in chosen:
-            del self._left[key]
+                del self._left[key]
