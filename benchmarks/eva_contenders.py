@@ -21,13 +21,13 @@ class Contender:
         make: Of a model, a learning rate and a refresh interval.
         rates: Tried first, the best of which is then moved by a factor of 1.5 either way.
         intervals: Tried instead of that, where there are any.
-        whole: Whether its step can be compiled as a whole.
+        captured: Whether its step can be captured in a CUDA graph.
     """
 
     make: Callable[[nn.Module, float, int], list[Optimizer]]
     rates: tuple[float, ...]
     intervals: tuple[int, ...] = ()
-    whole: bool = True
+    captured: bool = True
 
 
 def _muon(model: nn.Module, lr: float, _: int) -> list[Optimizer]:
@@ -43,7 +43,11 @@ def _muon(model: nn.Module, lr: float, _: int) -> list[Optimizer]:
 
 
 def _family(cls: type[Any], **options: Any) -> Callable[[nn.Module, float, int], list[Optimizer]]:
-    return lambda model, lr, _: [cls(model, lr=lr, **options)]
+    return lambda model, lr, _: [cls(model, lr=lr, capturable=_on_gpu(model), **options)]
+
+
+def _on_gpu(model: nn.Module) -> bool:
+    return next(model.parameters()).is_cuda
 
 
 def _dense(cls: type[Any]) -> Callable[[nn.Module, float, int], list[Optimizer]]:
@@ -58,17 +62,19 @@ def contenders(task: str) -> dict[str, Contender]:
     dense = (1, 50)
     everyone = {
         "sgd": Contender(
-            lambda m, lr, _: [torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9, weight_decay=decay)],
+            lambda m, lr, _: [torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9, weight_decay=decay, fused=True)],
             (0.05, 0.2, 0.6, 1.5),
         ),
         "adamw": Contender(
-            lambda m, lr, _: [torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=adam_decay)],
+            lambda m, lr, _: [
+                torch.optim.AdamW(m.parameters(), lr=lr, weight_decay=adam_decay, fused=True, capturable=_on_gpu(m))
+            ],
             (5e-4, 1e-3, 2e-3, 5e-3),
         ),
-        "muon": Contender(_muon, (0.005, 0.01, 0.02, 0.05), whole=False),
-        "shampoo": Contender(_dense(Shampoo), (0.03, 0.1, 0.3, 1.0), dense, whole=False),
-        "kfac": Contender(_dense(KFAC), (0.01, 0.03, 0.1, 0.3), dense, whole=False),
-        "foof": Contender(_dense(FOOF), (0.01, 0.03, 0.1, 0.3), whole=False),
+        "muon": Contender(_muon, (0.005, 0.01, 0.02, 0.05), captured=False),
+        "shampoo": Contender(_dense(Shampoo), (0.1, 0.3, 1.0, 3.0), dense, captured=False),
+        "kfac": Contender(_dense(KFAC), (0.03, 0.1, 0.3, 1.0), dense, captured=False),
+        "foof": Contender(_dense(FOOF), (0.1, 0.3, 1.0, 3.0), captured=False),
         "eva reference": Contender(_family(Eva, reference=True, weight_decay=decay), (0.03, 0.1, 0.3, 1.0)),
         "eva": Contender(_family(Eva, **ours), (0.005, 0.01, 0.02, 0.03)),
         "eva-f": Contender(_family(EvaF, **ours), (0.005, 0.01, 0.02, 0.03)),

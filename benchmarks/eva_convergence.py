@@ -7,6 +7,8 @@
 Every optimizer has the same number of trials: four learning rates of its own, then two more (the best one times
 and over 1.5, or two refresh intervals), all from one seed; the best goes on to three seeds, with schedules of
 three lengths. Trials that the results hold already are left out, so that a table can be filled in several runs.
+On a GPU a step is one CUDA graph where the optimizer permits it, and ``--together`` trials run side by side: only
+their losses are read, ``time`` measures steps by themselves.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import argparse
 import csv
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +28,8 @@ from typing import Any
 import torch
 from eva_contenders import Contender, contenders
 from eva_tasks import TASKS, Task
+from step_variants import captured
 
-import gradweave
 from gradweave.compare.run import environment
 
 SEEDS = (0, 1, 2)
@@ -81,29 +85,25 @@ def final(rows: list[dict[str, str]], trial: Trial) -> float:
 def plan(task: Task, who: dict[str, Contender], rows: list[dict[str, str]]) -> Iterator[Trial]:
     """The trials that are still to be run, as far as those behind them are known."""
     known = {key_of(row) for row in rows}
-    length = task.lengths[0]
     for name, contender in who.items():
-        grid = [Trial(name, lr, FIRST_INTERVAL, length, 0) for lr in contender.rates]
-        missing = [trial for trial in grid if trial.key not in known]
-        if missing:
-            yield missing[0]
-            continue
-        lead = best(task, rows, grid)
-        if contender.intervals:
-            more = [Trial(name, lead.lr, interval, length, 0) for interval in contender.intervals]
-        else:
-            more = [
-                Trial(name, float(f"{lead.lr * factor:.4g}"), FIRST_INTERVAL, length, 0) for factor in (1.5, 1 / 1.5)
-            ]
-        missing = [trial for trial in more if trial.key not in known]
-        if missing:
-            yield missing[0]
-            continue
-        lead = best(task, rows, grid + more)
-        finals = [Trial(name, lead.lr, lead.interval, n, seed) for n in task.lengths for seed in SEEDS]
-        missing = [trial for trial in finals if trial.key not in known]
-        if missing:
-            yield missing[0]
+        stages = _stages(name, contender, task, rows)
+        yield from next((missing for stage in stages if (missing := [t for t in stage if t.key not in known])), [])
+
+
+def _stages(name: str, contender: Contender, task: Task, rows: list[dict[str, str]]) -> Iterator[Sequence[Trial]]:
+    """Trials, each stage of which needs what the one before it gave."""
+    length = task.lengths[0]
+    grid = [Trial(name, lr, FIRST_INTERVAL, length, 0) for lr in contender.rates]
+    yield grid
+    lead = best(task, rows, grid)
+    if contender.intervals:
+        more = [Trial(name, lead.lr, interval, length, 0) for interval in contender.intervals]
+    else:
+        moved = [float(f"{lead.lr * factor:.4g}") for factor in (1.5, 1 / 1.5)]
+        more = [Trial(name, lr, FIRST_INTERVAL, length, 0) for lr in moved]
+    yield more
+    lead = best(task, rows, grid + more)
+    yield [Trial(name, lead.lr, lead.interval, n, seed) for n in task.lengths for seed in SEEDS]
 
 
 def best(task: Task, rows: list[dict[str, str]], trials: list[Trial]) -> Trial:
@@ -124,27 +124,32 @@ class Training:
         self.task = task
         self.model = task.make_model()
         self.optimizers = contender.make(self.model, trial.lr, trial.interval)
-        self.base = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.generator = torch.Generator().manual_seed(1000 + trial.seed)
-        self.compiled = None
-        if contender.whole and device == "cuda":
-            self.compiled = gradweave.compile(self.model, task.loss, self.optimizers[0])
+        self.groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self.rates = [float(group["lr"]) for group in self.groups]
+        is_captured = contender.captured and device == "cuda"
+        if is_captured:
+            for group in self.groups:
+                group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        self.take = captured(self._train) if is_captured else lambda batch: self._train(*batch)
 
-    def step(self, share: float) -> torch.Tensor:
-        """A step at a share of the learning rate."""
-        for optimizer, rates in zip(self.optimizers, self.base, strict=True):
-            for group, lr in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = lr * share
-        batch = self.task.batch(self.generator)
-        if self.compiled is not None:
-            loss: torch.Tensor = self.compiled(*batch)
-            return loss
+    def _train(self, *batch: torch.Tensor) -> torch.Tensor:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss = self.task.loss(self.model, *batch)
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
         return loss.detach()
+
+    def step(self, share: float) -> torch.Tensor:
+        """A step at a share of the learning rate."""
+        for group, lr in zip(self.groups, self.rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr * share)
+            else:
+                group["lr"] = lr * share
+        return self.take(self.task.batch(self.generator))
 
     def test(self) -> float:
         self.model.eval()
@@ -160,7 +165,8 @@ def share_of(step: int, length: int) -> float:
     return min((step + 1) / warm, (length - step) / (length - warm + 1), 1.0)
 
 
-def train(task: Task, contender: Contender, trial: Trial, device: str) -> list[dict[str, Any]]:
+def train(task: Task, contender: Contender, trial: Trial, device: str, until: float) -> list[dict[str, Any]] | None:
+    """The figures of a trial; None if it is not done by a time of the clock."""
     training = Training(task, contender, trial, device)
     every = max(1, trial.length // POINTS)
     about = {**dict(zip(FIELDS, trial.key, strict=True)), "metric": task.metric}
@@ -175,21 +181,60 @@ def train(task: Task, contender: Contender, trial: Trial, device: str) -> list[d
             rows.append({**about, "step": step + 1, "train_loss": f"{value:.6g}", "test": f"{figure:.6g}", **where})
             if not math.isfinite(value):
                 break
+            if time.time() > until and not at_end:
+                return None
     return rows
 
 
-def run(name: str, task: Task, path: Path, minutes: float, device: str) -> None:
+class Worker:
+    """Trains in a process of a pool, with the data that was read when it began."""
+
+    task: Task
+    who: dict[str, Contender]
+    device: str
+
+    @classmethod
+    def begin(cls, name: str, data: Path, device: str, toy: bool) -> None:
+        cls.task, cls.who, cls.device = TASKS[name](data, device, toy=toy), contenders(name), device
+
+    @classmethod
+    def train(cls, trial: Trial, until: float) -> tuple[list[dict[str, Any]] | None, float]:
+        began = time.perf_counter()
+        rows = train(cls.task, cls.who[trial.contender], trial, cls.device, until)
+        return rows, time.perf_counter() - began
+
+
+def run(name: str, task: Task, arguments: argparse.Namespace, device: str) -> None:
+    """Trials side by side, until all are in or the time is up; what has failed once is not tried again."""
     who = contenders(name)
-    began = time.perf_counter()
-    while time.perf_counter() - began < 60 * minutes:
-        trial = next(plan(task, who, read(path)), None)
-        if trial is None:
-            print("all trials are in", flush=True)
-            return
-        start = time.perf_counter()
-        rows = train(task, who[trial.contender], trial, device)
-        append(path, rows)
-        print(trial, rows[-1]["test"], f"{time.perf_counter() - start:.0f} s", flush=True)
+    until = time.time() + 60 * arguments.minutes
+    running: dict[Future[Any], Trial] = {}
+    failed: set[str] = set()
+    with ProcessPoolExecutor(
+        arguments.together,
+        mp_context=get_context("spawn"),
+        initializer=Worker.begin,
+        initargs=(name, arguments.data, device, arguments.toy),
+    ) as pool:
+        while True:
+            if time.time() < until:
+                begun = {trial.key for trial in running.values()}
+                able = {key: value for key, value in who.items() if key not in failed}
+                left = [trial for trial in plan(task, able, read(arguments.results)) if trial.key not in begun]
+                for trial in left[: arguments.together - len(running)]:
+                    running[pool.submit(Worker.train, trial, until)] = trial
+            if not running:
+                return
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                trial = running.pop(future)
+                if future.exception() is not None:
+                    failed.add(trial.contender)
+                    print(trial, "failed:", repr(future.exception())[-500:], flush=True)
+                    continue
+                rows, seconds = future.result()
+                if rows is not None:
+                    append(arguments.results, rows)
+                print(trial, rows[-1]["test"] if rows else "not done in time", f"{seconds:.0f} s", flush=True)
 
 
 def measure(name: str, task: Task, path: Path, device: str) -> None:
@@ -204,11 +249,11 @@ def measure(name: str, task: Task, path: Path, device: str) -> None:
                 training.step(1.0)
             steps, times = max(20, interval), []
             for _ in range(5):
-                wait(device)
+                synchronize(device)
                 began = time.perf_counter()
                 for _ in range(steps):
                     training.step(1.0)
-                wait(device)
+                synchronize(device)
                 times.append(1e3 * (time.perf_counter() - began) / steps)
             row = {"contender": contender_name, "interval": interval, "ms": f"{median(times):.4f}"}
             append(
@@ -225,7 +270,7 @@ def measure(name: str, task: Task, path: Path, device: str) -> None:
             print(row, flush=True)
 
 
-def wait(device: str) -> None:
+def synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -279,6 +324,7 @@ def main() -> None:
     parser.add_argument("--times", type=Path)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--together", type=int, default=1, help="trials at a time")
     parser.add_argument("--toy", action="store_true", help="small networks and batches, to see that everything runs")
     arguments = parser.parse_args()
     if arguments.what == "draw":
@@ -287,7 +333,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     task = TASKS[arguments.task](arguments.data, device, toy=arguments.toy)
     if arguments.what == "run":
-        run(arguments.task, task, arguments.results, arguments.minutes, device)
+        run(arguments.task, task, arguments, device)
     else:
         measure(arguments.task, task, arguments.results, device)
 

@@ -110,7 +110,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def measure(workload: Workload, children: dict[str, Child], ready: dict[str, Any], notes: Path, results: Path) -> None:
     """Each form by itself, against its own SGD."""
-    for form in FORMS:
+    for form in dict.fromkeys(name.split()[0] for name in children):
         baseline = f"{form} sgd"
         own = {name: child for name, child in children.items() if name.startswith(form) and name in ready}
         if baseline not in own:
@@ -138,12 +138,13 @@ def note_of(folder: Path, workload: str, variant: str) -> Path:
     return folder / f"{workload} {variant}.bytes"
 
 
-def measure_steps(workloads: Sequence[Workload], results: Path) -> None:
+def measure_steps(workloads: Sequence[Workload], results: Path, forms: Sequence[str]) -> None:
     notes = results.with_suffix(".notes")
     notes.mkdir(parents=True, exist_ok=True)
     for workload in workloads:
         print(workload.name, flush=True)
-        children = {name: Child(__file__, workload.name, name, EVA_COST_NOTES=str(notes)) for name in workload.variants}
+        wanted = [name for name in workload.variants if name.split()[0] in forms]
+        children = {name: Child(__file__, workload.name, name, EVA_COST_NOTES=str(notes)) for name in wanted}
         measure(workload, children, ready_ones(children), notes, results)
         for child in children.values():
             child.close()
@@ -200,6 +201,7 @@ def main() -> None:
     parser.add_argument("what", choices=("time", "update", "child"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--workload", action="append", choices=tuple(WORKLOADS), help="once for each; all unless given")
+    parser.add_argument("--form", action="append", choices=FORMS, help="once for each; all unless given")
     parser.add_argument("--variant", help="of a child")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -212,7 +214,10 @@ def main() -> None:
         return
     done = {row["case"] for row in read(arguments.results)}
     left = [workload for workload in workloads if workload.name not in done]
-    (measure_steps if arguments.what == "time" else measure_updates)(left, arguments.results)
+    if arguments.what == "time":
+        measure_steps(left, arguments.results, arguments.form or FORMS)
+    else:
+        measure_updates(left, arguments.results)
 
 
 if __name__ == "__main__":

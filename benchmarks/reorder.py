@@ -341,7 +341,7 @@ def draw(path: Path) -> None:
         place += 1.0 if row["case"] == last else 1.6
         last = row["case"]
         value, low, high = (float(row[key]) for key in ("speedup", "speedup_low", "speedup_high"))
-        axes.barh(place, value, height=0.8, color=colours.get(row["mode"], "#bbbbbb"))
+        axes.barh(place, value - 1, height=0.8, left=1.0, color=colours.get(row["mode"], "#bbbbbb"))
         spread = [[max(0.0, value - low)], [max(0.0, high - value)]]
         axes.errorbar(value, place, xerr=spread, color="black", linewidth=0.8, capsize=2)
         if row["predicted_ms"]:
@@ -349,7 +349,7 @@ def draw(path: Path) -> None:
         ticks.append(place)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(ticks, labels=[f"{row['case']}  {row['mode']}" for row in rows], fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(place + 1, 0.6)
     axes.set_xlabel(
         f"speed-up over the same layers split, on one stream (diamonds: predicted)\n95% interval; {rows[0]['device']}, "
         f"torch {rows[0]['torch']}"

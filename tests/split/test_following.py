@@ -384,6 +384,7 @@ def test_a_weight_gradient_that_fails(policy, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 def test_gradients_that_accumulate_on_another_stream():
     """As after a warm-up on a stream whose last loss is still there."""
 
