@@ -143,21 +143,26 @@ def draw(results: Path) -> None:
 
     rows = read(results)
     settings = list(dict.fromkeys(row["setting"] for row in rows))
-    figure = Figure(figsize=(5 * len(settings), 4), layout="constrained")
-    for panel, setting in enumerate(settings, 1):
-        axes = figure.add_subplot(1, len(settings), panel)
+    across = 3
+    down = -(-len(settings) // across)
+    figure = Figure(figsize=(4.5 * across, 3.6 * down), layout="constrained")
+    panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
+    for unused in panels[len(settings) :]:
+        unused.axis("off")
+    for axes, setting in zip(panels, settings, strict=False):
         for variant, colour in COLOURS.items():
             own = sorted((float(r["r"]), r) for r in rows if r["setting"] == setting and r["variant"] == variant)
             x = [ratio for ratio, _ in own]
             axes.plot(x, [float(r["speedup"]) for _, r in own], "o-", color=colour, label=variant)
             if variant in ("no_barrier", "reverse_first_k"):
-                axes.plot(x, [float(r["predicted_speedup"]) for _, r in own], ":", color=colour, label="simulated")
+                predicted = [float(r["predicted_speedup"]) for _, r in own]
+                axes.plot(x, predicted, ":", color=colour, label=f"{variant}, simulated")
         axes.axhline(1.0, color="black", linewidth=0.8)
         emulated = setting.startswith("waiting")
         axes.set_title(f"{setting}\ncomputation emulated by waiting" if emulated else setting, fontsize=9)
         axes.set_xlabel("communication / computation")
-        axes.set_ylabel("speed-up over DistributedDataParallel")
-        axes.legend(fontsize=7)
+        axes.set_ylabel("speed-up over DDP")
+    panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", frameon=False)
     figure.savefig(results.with_suffix(".png"), dpi=110)
 
 
