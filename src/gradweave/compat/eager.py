@@ -112,6 +112,11 @@ def in_function_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def is_watched() -> bool:
+    """Whether a mode sees, or traces, the operations that run now."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def outside_function_transforms() -> AbstractContextManager[Any]:
     """Context in which ``torch.func`` leaves the code alone that it is transforming."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

@@ -34,6 +34,10 @@ class AttentionTap(Tap):
         """The weight of the projection."""
         return module.in_proj_weight  # type: ignore[return-value]
 
+    def caught_by_kernels(self, x: Any, y: torch.Tensor) -> bool:  # noqa: ARG002
+        """Never: inputs are three."""
+        return False
+
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Sums of queries, keys and values, as if there were as many of each as there are queries."""
         samples, mask = self.catching.input_samples, self.masking.mask

@@ -17,6 +17,9 @@ Why so, and not by hooks that keep tensors, or a probe parameter, or the bias' g
   output vector is zero in front of a BatchNorm), and neither the model nor the optimizer's groups
   have parameters in them that nobody asked for.
 
+On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.sums`. What they have caught is added to
+records when a step, a state dict or ``zero_grad()`` asks for them.
+
 Sums add up over micro-batches and ranks; divided by the number of places they are the means over all.
 """
 
@@ -32,6 +35,7 @@ from torch.nn.functional import pad
 from gradweave.compat.eager import in_function_transform
 from gradweave.errors import GradweaveError
 from gradweave.optim.layouts import Layout
+from gradweave.optim.sums import Caught, catch
 
 
 class _Pass(torch.autograd.Function):
@@ -97,6 +101,8 @@ class Tap:
         self.with_outputs = catching.outputs
         self.masking = masking
         self.record: torch.Tensor | None = None
+        self.caught: list[Caught] = []
+        self.plans: dict[Any, Any] = {}
 
     def new_record(self, weight: torch.Tensor) -> torch.Tensor:
         """A record with nothing in it."""
@@ -117,7 +123,12 @@ class Tap:
                 f"a layer's weight has the shape {tuple(weight.shape)}, which was {tuple(self.shape)} when the "
                 "optimizer was made; make a new one after changing a model"
             )
-        return self.passed(y, args[0] if args else kwargs["input"])
+        x = args[0] if args else kwargs["input"]
+        return None if not torch.compiler.is_compiling() and self.caught_by_kernels(x, y) else self.passed(y, x)
+
+    def caught_by_kernels(self, x: Any, y: torch.Tensor) -> bool:
+        """Catches what a call gives in kernels, where there are any."""
+        return catch(self, x, y)
 
     def weight_of(self, module: nn.Module) -> torch.Tensor:
         """The weight whose gradient the vectors belong to."""
@@ -135,13 +146,17 @@ class Tap:
         size = self.layout.batch_size(y)
         return min(samples, (size + 1) // 2 if self.catching.never_all else size)
 
+    def share_of(self, y: torch.Tensor) -> float:
+        """What outputs' sums are multiplied by, to be those of all samples."""
+        size = self.layout.batch_size(y)
+        return size / (self.output_count(y) or size) if self.catching.per_sample else 1.0
+
     def passed(self, y: torch.Tensor, x: Any) -> torch.Tensor:
         """An output, with this layer's vectors to be caught in its backward."""
         with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
             sums, count = self.input_sums(x)
             counted = pad(sums, (0, 1), value=count) if isinstance(count, float) else torch.cat((sums, count.view(1)))
-        size = self.layout.batch_size(y)
-        share = size / (self.output_count(y) or size) if self.catching.per_sample else 1.0
+        share = self.share_of(y)
         places = tuple(x.shape[-len(self.layout.windows) :]) if self.layout.windows else ()
         result: torch.Tensor = _Pass.apply(  # type: ignore[no-untyped-call]
             y, counted, self.record, self, share, places, self.masking.mask

@@ -11,6 +11,7 @@ from gradweave.announce import announce
 from gradweave.optim.attention import AttentionTap, attention_parts
 from gradweave.optim.capture import Catching, Masking, Tap
 from gradweave.optim.layouts import Layout, layout_of
+from gradweave.optim.sums import Settling
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,17 @@ class Capture:
                 continue
             tap = AttentionTap(weight.shape[1], weight.shape, catching, self.masking)
             self.layers.append(CoveredLayer(name, module, weight, bias, tap))
+        self._settling = Settling()
         self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
+
+    def settle(self) -> None:
+        """Adds what was caught to records."""
+        self._settling.settle([layer.tap for layer in self.layers])
+
+    def forget(self) -> None:
+        """Drops what was caught."""
+        for layer in self.layers:
+            layer.tap.caught.clear()
 
     def remove(self) -> None:
         """Takes the taps off the model."""

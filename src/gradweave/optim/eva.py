@@ -86,10 +86,22 @@ class _CapturedVectors(VectorOptimizer):
         if "defaults" in vars(self) and "state" in vars(self):
             self._attach()
 
+    def state_dict(self) -> dict[str, Any]:
+        """As any optimizer's, with what was caught since the last step."""
+        self.settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` gave; vectors keep their precision."""
         super().load_state_dict(state_dict)
+        if "_capture" in vars(self):
+            self._capture.forget()
         self._attach()
+
+    def settle(self) -> None:
+        """Adds what was caught since to records."""
+        if "_capture" in vars(self):
+            self._capture.settle()
 
     def _attach(self) -> None:
         """Gives records to layers whose weights have none, and their records to the hooks."""
@@ -194,6 +206,8 @@ class _CapturedVectors(VectorOptimizer):
         """Drops gradients, and the vectors that were caught with them."""
         super().zero_grad(set_to_none)
         layers = self._capture.layers if "_capture" in vars(self) else ()
+        if layers:
+            self._capture.forget()
         zero_all([layer.tap.record for layer in layers if layer.tap.record is not None])
 
     def _inverse_loss_scale(self) -> Number:

@@ -21,6 +21,7 @@ import torch
 
 from gradweave.announce import announce
 from gradweave.compat.optim import add_all
+from gradweave.optim.addresses import Addresses
 from gradweave.optim.first_order import SGD
 from gradweave.optim.fused_inputs import (
     Other,
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from gradweave.optim.family import Layer
 
 BLOCKS = Blocks()
-_WRITTEN_AT_ONCE = 32
 _ROOM = 64
 _OLDEST = (7, 0)
 _MOST_PLANS = 16
@@ -82,39 +82,9 @@ class _Plan:
     """
 
     tables: Tables
-    addresses: dict[str, _Addresses]
+    addresses: dict[str, Addresses]
     one: torch.Tensor
     is_in_graph: bool = False
-
-
-class _Addresses:
-    """A table of addresses on the device, and what it holds."""
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self._size = -(-max(count, 1) // _WRITTEN_AT_ONCE) * _WRITTEN_AT_ONCE
-        self._table = torch.zeros(self._size, dtype=torch.int64, device=device)
-        self._known = [0] * self._size
-
-    def holding(self, addresses: list[int], kernels: Any, *, capturing: bool, moves: bool) -> torch.Tensor:
-        """A table with these addresses.
-
-        Args:
-            addresses: What it is to hold.
-            kernels: Their module.
-            capturing: Whether a CUDA graph is being captured, which writes what it reads by itself.
-            moves: Whether these are of tensors that a step makes anew; a graph shares the others' table.
-        """
-        wanted = addresses + [0] * (self._size - len(addresses))
-        if not moves and wanted == self._known:
-            return self._table
-        table = torch.empty_like(self._table) if capturing else self._table
-        for start in range(0, self._size, _WRITTEN_AT_ONCE):
-            part = wanted[start : start + _WRITTEN_AT_ONCE]
-            if capturing or part != self._known[start : start + _WRITTEN_AT_ONCE]:
-                kernels.write_numbers[(1,)](table, start, *part)
-        if not capturing:
-            self._known = wanted
-        return table
 
 
 class FusedStep:
@@ -146,7 +116,7 @@ class FusedStep:
             announce(f"optim: no kernels of our own for this step, since {reason}")
             return False
         optimizer.begin_step()
-        with _on(device):
+        with on_device(device):
             _Step(optimizer, plan, list(groups.values()), layers, others, addresses, capturing=capturing).take()
         return True
 
@@ -186,7 +156,7 @@ class FusedStep:
             tables = make_tables(shapes, flats, BLOCKS, device)
             sizes = {"fixed": 8 * len(shapes), "gradients": 2 * len(shapes)}
             sizes |= {"flat_fixed": 4 * len(flats), "flat_gradients": len(flats)}
-            addresses = {name: _Addresses(size, device) for name, size in sizes.items()}
+            addresses = {name: Addresses(size, device) for name, size in sizes.items()}
             self._forget()
             plan = self.plans[key] = _Plan(tables, addresses, torch.ones(1, device=device))
         return plan
@@ -365,6 +335,8 @@ def _sign(group: dict[str, Any]) -> float:
     return -1.0 if group["maximize"] else 1.0
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context in which kernels are launched for a device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -140,7 +140,7 @@ def _blend(state: dict[str, Any], key: str, new: torch.Tensor, weight: float) ->
 
 
 def _damped_inverse(matrix: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
-    """The inverse of a moment with damping, which is at least what rounding may have made its eigenvalues negative by."""
+    """The inverse of a moment with damping: at least as much as rounding may have taken off its eigenvalues."""
     rounding = len(matrix) * torch.finfo(matrix.dtype).eps * matrix.diagonal().max()
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
     factor = torch.linalg.cholesky(matrix + torch.maximum(damping.to(matrix), rounding) * identity)

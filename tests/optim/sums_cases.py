@@ -1,0 +1,207 @@
+"""Sums in kernels against sums without, in Triton's interpreter; test_sums.py runs this in a process of its own."""
+
+from optim.interpreted import watched  # noqa: I001
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gradweave.optim import Eva, EvaF, fused, sums
+from optim.models import make_mlp
+
+BOTH = [Eva, EvaF]
+every = pytest.mark.parametrize("cls", BOTH)
+calls = []
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_the_cpu(monkeypatch):
+    """Kernels run, and memory that nobody has written to is not a number."""
+    calls.clear()
+    original = sums.catch
+
+    def noted(*args):
+        calls.append(original(*args))
+        return calls[-1]
+
+    monkeypatch.setattr("gradweave.optim.capture.catch", noted)
+    monkeypatch.setattr(fused, "has_kernels", lambda _: True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def records_of(model, cls, backward, *, with_kernels, options=None):
+    """What a model's layers have caught after a backward of its copy."""
+    model = copy.deepcopy(model)
+    optimizer = cls(model, **(options or {}))
+    fused.has_kernels = lambda _: with_kernels
+    backward(model)
+    optimizer.settle()
+    fused.has_kernels = lambda _: True
+    return [state["record"] for state in optimizer.state.values() if "record" in state]
+
+
+def assert_same_records(model, cls, backward, **options):
+    with watched():
+        ours = records_of(model, cls, backward, with_kernels=True, options=options)
+    assert any(calls)
+    stock = records_of(model, cls, backward, with_kernels=False, options=options)
+    assert len(ours) == len(stock) > 0
+    for one, other in zip(ours, stock, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        assert float(other.abs().max()) > 0
+
+
+def loss(model, x):
+    return model(x).square().mean()
+
+
+convolutions = st.tuples(
+    st.sampled_from([nn.Conv1d, nn.Conv2d, nn.Conv3d]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2),
+    st.integers(1, 2), st.sampled_from([1, 2, 4]), st.sampled_from(["zeros", "circular", "replicate"]),
+    st.booleans(), st.integers(0, 1000),
+)  # fmt: skip
+
+
+@every
+@settings(max_examples=25, deadline=None)
+@given(case=convolutions)
+def test_convolutions(cls, case):
+    kind, kernel, stride, padding, dilation, groups, mode, channels_last, seed = case
+    torch.manual_seed(seed)
+    model = nn.Sequential(
+        kind(4, 8, kernel, stride, padding, dilation, groups, padding_mode=mode), nn.Tanh(), kind(8, 4, 1, bias=False)
+    )
+    x = torch.randn(5, 4, *{nn.Conv1d: (9,), nn.Conv2d: (7, 9), nn.Conv3d: (5, 6, 7)}[kind])
+    if channels_last and kind is nn.Conv2d:
+        x = x.contiguous(memory_format=torch.channels_last)
+    assert_same_records(model, cls, lambda model: loss(model, x).backward())
+
+
+@every
+@pytest.mark.parametrize("shape", [(5, 6), (3, 4, 6), (2, 3, 4, 6), (6,), (200, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_layers(cls, shape, dtype):
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    x = torch.randn(shape)
+
+    def backward(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            out = model(x)
+        out.float().square().mean().backward()
+
+    assert_same_records(model, cls, backward)
+
+
+@every
+def test_rows_in_any_order_in_memory(cls):
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    turned, cut = torch.randn(4, 6, 5).transpose(1, 2), torch.randn(9, 5, 12)[::2, 1:4, ::2]
+    for x in (turned, cut):
+        assert_same_records(model, cls, lambda model, x=x: loss(model, x).backward())
+
+
+def test_transposed_convolutions():
+    model = nn.Sequential(nn.ConvTranspose2d(4, 6, 3, 2, groups=2), nn.Tanh(), nn.ConvTranspose2d(6, 2, 2))
+    x = torch.randn(3, 4, 5, 4)
+    assert_same_records(model, EvaF, lambda model: loss(model, x).backward())
+
+
+@every
+def test_few_samples(cls):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 2))
+    x = torch.randn(6, 3, 6, 5)
+    assert_same_records(model, cls, lambda model: loss(model, x).backward(), samples=2)
+    assert_same_records(model, cls, lambda model: loss(model, x).backward(), reference=True, lr=0.1, damping=0.1)
+
+
+@every
+def test_as_often_as_gradients_are(cls):
+    model = make_mlp()
+    x = torch.randn(6, model[0].in_features)
+
+    def micro_batches(model):
+        for part in x.split(2):
+            loss(model, part).backward()
+
+    def twice_through_one_graph(model):
+        value = loss(model, x)
+        value.backward(retain_graph=True)
+        (3 * value).backward()
+
+    def thrown_away(model):
+        loss(model, x)
+        loss(model, 2 * x).backward()
+        loss(model, x)
+
+    def both_at_once(model):
+        (loss(model, x) + loss(model, -x)).backward()
+
+    def recomputed(model):
+        checkpoint(model, x, use_reentrant=False).square().mean().backward()
+
+    for backward in (micro_batches, twice_through_one_graph, thrown_away, both_at_once, recomputed):
+        assert_same_records(model, cls, backward)
+
+
+@every
+def test_a_layer_that_is_called_twice_and_changed_in_place(cls):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+
+        def forward(self, x):
+            return self.layer(torch.relu_(self.layer(x)))
+
+    x = torch.randn(4, 5)
+    assert_same_records(Twice(), cls, lambda model: loss(model, x).backward())
+
+
+@every
+def test_zero_grad_drops_what_was_caught_and_a_state_dict_has_it(cls):
+    model = make_mlp()
+    optimizer = cls(model)
+    x = torch.randn(6, model[0].in_features)
+    loss(model, x).backward()
+    saved = optimizer.state_dict()
+    assert any(float(state["record"].abs().sum()) > 0 for state in saved["state"].values() if "record" in state)
+    loss(model, x).backward()
+    optimizer.zero_grad()
+    optimizer.settle()
+    assert all(float(state["record"].abs().sum()) == 0 for state in optimizer.state.values() if "record" in state)
+
+
+@every
+def test_a_graph_that_is_captured_before_a_step_like_it(cls, monkeypatch):
+    """Nothing is made for it then: its sums are added up by torch's operations."""
+    model = make_mlp()
+    x = torch.randn(6, model[0].in_features)
+
+    def backward(model):
+        monkeypatch.setattr(fused, "is_capturing", lambda _: True)
+        loss(model, x).backward()
+
+    ours = records_of(model, cls, backward, with_kernels=True)
+    monkeypatch.setattr(fused, "is_capturing", lambda _: False)
+    stock = records_of(model, cls, lambda model: loss(model, x).backward(), with_kernels=False)
+    for one, other in zip(ours, stock, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_padding_mask_and_double_precision_go_without_kernels():
+    model = make_mlp()
+    optimizer = EvaF(model)
+    x = torch.randn(2, 3, model[0].in_features)
+    with optimizer.padding_mask(torch.ones(2, 3, dtype=torch.bool)):
+        loss(model, x).backward()
+    double = make_mlp().double()
+    EvaF(double)
+    loss(double, x.double()).backward()
+    assert not any(calls)
