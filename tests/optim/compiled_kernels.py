@@ -7,7 +7,9 @@ from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from gradweave.optim import Eva, EvaF, flat_kernels, fused, fused_kernels
+from gradweave.optim import Eva, EvaF, flat_kernels, fused, fused_kernels, sum_kernels, sums
+
+MODULES = (fused_kernels, flat_kernels, sum_kernels)
 
 
 class NoGpu:
@@ -27,7 +29,7 @@ class Launch:
     """A kernel whose launches compile it, with the types and alignments of real arguments, and no more."""
 
     def __init__(self, name, seen):
-        self.kernel = getattr(fused_kernels, name, None) or getattr(flat_kernels, name)
+        self.kernel = next(getattr(module, name) for module in MODULES if hasattr(module, name))
         self.ptx = seen.setdefault(name, {})
 
     def __getitem__(self, grid):
@@ -64,11 +66,29 @@ def take_steps(cls, lr, first_order):
         optimizer.step()
 
 
+def catch(dtype):
+    """Layers whose channels are wide and narrow, as they lie in memory behind each other and otherwise."""
+    layers = [
+        nn.Conv2d(64, 32, 3, padding=1),
+        nn.Conv2d(32, 16, 1),
+        nn.Conv2d(16, 3, 3),
+        nn.Flatten(),
+        nn.Linear(108, 8),
+    ]
+    for order in (torch.channels_last, torch.contiguous_format):
+        model = nn.Sequential(*layers).to(dtype).to(memory_format=order)
+        optimizer = Eva(model, lr=0.1)
+        x = torch.randn(16, 64, 8, 8, dtype=dtype).contiguous(memory_format=order)
+        model(x).square().mean().backward()
+        optimizer.settle()
+        optimizer.detach()
+
+
 def main():
     driver.set_active(NoGpu())
     kernels = Kernels()
     fused.has_kernels = lambda _: True
-    fused.import_module = lambda _: kernels
+    fused.import_module = sums.import_module = lambda _: kernels
     take_steps(Eva, 0.1, "adamw")
     take_steps(EvaF, torch.tensor(0.1), "sgd")
     for name in ("measure", "apply", "measure_flat", "apply_adamw", "apply_sgd"):
@@ -76,6 +96,10 @@ def main():
         assert any(loads for loads, _ in wide), name
         assert name.startswith("measure") or any(stores for _, stores in wide), name
         assert not all(loads for loads, _ in wide), name
+    catch(torch.bfloat16)
+    catch(torch.float32)
+    for name in ("sum_rows", "sum_patches"):
+        assert any(re.search(r"ld\.global[^;]*\.v4|cp\.async\.cg[^;]*16", ptx) for ptx in kernels.of(name)), name
     # Addresses and places in tables are no reason to compile anew.
     assert len(kernels.of("write_numbers")) == 1
     assert len(kernels.of("measure")) == 4, len(kernels.of("measure"))

@@ -96,6 +96,8 @@ def flat_shape(
 
 def _check(memory: list[torch.Tensor], device: torch.device) -> None:
     for x in memory:
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            raise Unsuitable(f"a tensor is a {type(x).__name__}")
         if x.dtype != torch.float32 or x.device != device:
             raise Unsuitable(f"a parameter, its gradient or its state is of {x.dtype} on {x.device}")
         if x.numel() == 0 or x.numel() >= 2**31:
@@ -130,8 +132,4 @@ def _flat_state(p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -
 
 
 def _address(x: torch.Tensor | None) -> int:
-    if x is None:
-        return 0
-    if type(x) not in (torch.Tensor, torch.nn.Parameter):
-        raise Unsuitable(f"a tensor is a {type(x).__name__}")
-    return x.data_ptr()
+    return 0 if x is None else x.data_ptr()

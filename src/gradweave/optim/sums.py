@@ -7,7 +7,7 @@ layer, in backward. The graph of a model is left alone: what is behind a layer's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
@@ -25,6 +25,8 @@ from gradweave.optim.patches import Window
 if TYPE_CHECKING:
     from gradweave.optim.capture import Tap
 
+Launcher = Callable[[torch.Tensor, torch.Tensor], Any]
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PROGRAMS = 256
 _FEWEST_ROWS = 64
@@ -63,26 +65,23 @@ class RowSums:
         """How long a sum is."""
         return self.channels * self.taps
 
-    def launch(self, x: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
-        """Adds up; ``out`` gets one sum behind the other."""
-        with fused.on_device(x.device):
-            self._launch(x, out, factor)
-
-    def _launch(self, x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    def launcher(self, dtype: torch.dtype, factor: float = 1.0) -> Launcher:
+        """What adds up a tensor of such rows: memory gets one sum behind the other."""
         kernels = import_module("gradweave.optim.sum_kernels")
         rows_each = -(-self.rows // self.stretches)
         width = min(max(_power_of_two(self.channels), 16), 128)
         common = (self.rows, rows_each, self.places, *self.strides, self.channels, factor)
-        if self.counts is None:
+        counts = self.counts
+        if counts is None:
             width = width if self.strides[2] == 1 else 16
-            grid = (-(-self.channels // width), self.stretches)
-            kernels.sum_rows[grid](x, out, *common, _TILE // width, width, num_warps=8)
-            return
+            rest = (*common, _TILE // width, width)
+            sum_rows = kernels.sum_rows[-(-self.channels // width), self.stretches]
+            return lambda x, out: sum_rows(x, out, *rest, num_warps=8)
         width = min(width, 64)
-        grid = (-(-self.channels // width), self.stretches)
-        height = 64 if x.dtype is torch.float32 else 128
-        padded = max(_power_of_two(self.taps), 16)
-        kernels.sum_patches[grid](x, self.counts, out, *common, self.taps, padded, height, width, num_warps=4)
+        height = 64 if dtype is torch.float32 else 128
+        others = (*common, self.taps, max(_power_of_two(self.taps), 16), height, width)
+        sum_patches = kernels.sum_patches[-(-self.channels // width), self.stretches]
+        return lambda x, out: sum_patches(x, counts, out, *others, num_warps=4)
 
 
 def _power_of_two(number: int) -> int:
@@ -163,83 +162,96 @@ class Form:
         return self.output_start + self.output_stretches * self.output_columns
 
 
+class Plan:
+    """What is done with calls of a layer whose inputs and outputs are of one form.
+
+    Attributes:
+        form: Where sums are.
+        device: Of the layer.
+        add_inputs: Adds up an input.
+    """
+
+    def __init__(self, tap: Tap, form: Form, device: torch.device, add_inputs: Launcher, share: float) -> None:
+        self.form, self.device, self.add_inputs = form, device, add_inputs
+        self._share, self._layout = share, tap.layout
+        self._add_outputs: dict[Any, Launcher] = {}
+
+    def add_outputs(self, gradient: torch.Tensor, samples: int | None, out: torch.Tensor) -> None:
+        """Adds up the gradient of an output."""
+        key = (gradient.stride(), gradient.dtype)
+        add = self._add_outputs.get(key)
+        if add is None:
+            sums = row_sums(gradient, self._layout, samples, ())
+            if sums is None:
+                self.add_outputs(gradient.contiguous(), samples, out)
+                return
+            add = self._add_outputs[key] = sums.launcher(gradient.dtype, self._share)
+        with fused.on_device(self.device):
+            add(gradient, out)
+
+
 class Caught:
     """The sums of one call of a layer; as the hook of its output, it counts when backward comes by."""
 
-    __slots__ = ("form", "is_counted", "memory", "share", "tap")
+    __slots__ = ("is_counted", "memory", "plan", "tap")
 
-    def __init__(self, tap: Tap, memory: torch.Tensor, form: Form, share: float) -> None:
-        self.tap, self.memory, self.form, self.share = tap, memory, form, share
+    def __init__(self, tap: Tap, memory: torch.Tensor, plan: Plan) -> None:
+        self.tap, self.memory, self.plan = tap, memory, plan
         self.is_counted = False
 
     def __call__(self, gradient: torch.Tensor) -> None:
         """In backward: adds up outputs, if these are wanted; the step does the rest."""
-        one = self
-        if self.form.output_columns:
+        one, tap, form = self, self.tap, self.plan.form
+        if form.output_columns:
             if self.is_counted:
-                one = Caught(self.tap, self.memory.clone(), self.form, self.share)
-            gradient = gradient.detach()
-            samples = self.tap.output_count(gradient)
-            sums = row_sums(gradient, self.tap.layout, samples, ())
-            if sums is None:
-                gradient = gradient.contiguous()
-                sums = row_sums(gradient, self.tap.layout, samples, ())
-            sums.launch(gradient, one.memory[self.form.output_start :], self.share)  # type: ignore[union-attr]
+                one = Caught(tap, self.memory.clone(), self.plan)
+            self.plan.add_outputs(gradient, tap.output_count(gradient), one.memory[form.output_start :])
         self.is_counted = True
-        self.tap.caught.append(one)
+        tap.caught.append(one)
 
 
 def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
     """Adds up a layer's input, and hooks its output; False where kernels do not apply."""
-    if not _is_for_kernels(tap, x) or not _is_for_kernels(tap, y):
+    if type(x) not in _PLAIN or type(y) is not torch.Tensor or tap.masking.mask is not None or is_watched():
         return False
-    sums, form = _plan(tap, x, y)
-    if sums is None or form is None:
-        return False
-    memory = torch.empty(form.size, device=x.device)
-    sums.launch(x.detach(), memory)
-    y.register_hook(Caught(tap, memory, form, tap.share_of(y)))
+    key = (x.shape, x.stride(), x.dtype, x.device, y.shape, y.dtype)
+    plan = tap.plans.get(key)
+    if plan is None:
+        plan = _new_plan(tap, x, y)
+        if plan is None:
+            return False
+        if len(tap.plans) >= _MOST_SHAPES:
+            tap.plans.clear()
+        tap.plans[key] = plan
+    memory = torch.empty(plan.form.size, device=plan.device)
+    with fused.on_device(plan.device):
+        plan.add_inputs(x, memory)
+    y.register_hook(Caught(tap, memory, plan))
     return True
 
 
-def _is_for_kernels(tap: Tap, x: torch.Tensor) -> bool:
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype in _DTYPES
-    return plain and tap.masking.mask is None and fused.has_kernels(x.device) and not is_watched()
-
-
-def _plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> tuple[RowSums | None, Form | None]:
-    key = (x.shape, x.stride(), x.dtype, x.device, y.shape)
-    known = tap.plans.get(key)
-    if known is None:
-        known = _new_plan(tap, x, y)
-        if known[0] is not None:
-            if len(tap.plans) >= _MOST_SHAPES:
-                tap.plans.clear()
-            tap.plans[key] = known
-    return known
-
-
-def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> tuple[RowSums | None, Form | None]:
+def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
     layout = tap.layout
+    if x.dtype not in _DTYPES or y.dtype not in _DTYPES or not fused.has_kernels(x.device):
+        return None
     if layout.kind == TRANSPOSED and tap.with_outputs:
-        return None, None
+        return None
     windows = layout.windows if layout.kind == CONVOLUTION else ()
     sums = row_sums(x, layout, tap.catching.input_samples, windows)
     if sums is None:
-        return None, None
+        return None
     stretches = columns = 0
     if tap.with_outputs:
-        like = row_sums(torch.empty_like(y, device="meta"), layout, tap.output_count(y), ())
+        like = row_sums(torch.empty(y.shape, device="meta"), layout, tap.output_count(y), ())
         if like is None:
-            return None, None
+            return None
         stretches, columns = like.stretches, like.columns
-    count = sums.rows // sums.places
-    if layout.kind == CONVOLUTION:
-        spatial = x.shape[-len(windows) :]
-        count *= reduce(mul, (window.places(size) for window, size in zip(windows, spatial, strict=True)), 1)
-    else:
-        count = sums.rows
-    return sums, Form(sums.stretches, sums.columns, stretches, columns, count)
+    count = sums.rows
+    if windows:
+        seen = (window.places(size) for window, size in zip(windows, x.shape[-len(windows) :], strict=True))
+        count = reduce(mul, seen, sums.rows // sums.places)
+    form = Form(sums.stretches, sums.columns, stretches, columns, count)
+    return Plan(tap, form, x.device, sums.launcher(x.dtype), tap.share_of(y))
 
 
 @dataclass
@@ -274,7 +286,7 @@ class Settling:
 
     def _add(self, members: Sequence[tuple[Tap, Caught]], device: torch.device) -> None:
         capturing = fused.is_capturing(device)
-        key = (device, tuple(one.form for _, one in members))
+        key = (device, tuple(one.plan.form for _, one in members))
         table = self._tables.get(key)
         if table is None:
             if capturing:
@@ -283,7 +295,7 @@ class Settling:
                 return
             if len(self._tables) >= _MOST_SHAPES:
                 self._tables.clear()
-            table = self._tables[key] = _new_table([one.form for _, one in members], device)
+            table = self._tables[key] = _new_table([one.plan.form for _, one in members], device)
         kernels, flat = (import_module(f"gradweave.optim.{name}") for name in ("sum_kernels", "flat_kernels"))
         memories = [one.memory.data_ptr() for _, one in members]
         records = [tap.record.data_ptr() for tap, _ in members]  # type: ignore[union-attr]
@@ -309,7 +321,7 @@ def _new_table(forms: Sequence[Form], device: torch.device) -> _Table:
 
 def _add_without_kernel(tap: Tap, one: Caught) -> None:
     """The same by torch's operations, for a graph that is captured before a step like it has run."""
-    form, memory, record = one.form, one.memory, tap.record
+    form, memory, record = one.plan.form, one.memory, tap.record
     inputs = memory[: form.stretches * form.columns].view(form.stretches, form.columns)
     record[: form.columns].add_(inputs.sum(0))  # type: ignore[index]
     record[form.columns].add_(form.count)  # type: ignore[index]
