@@ -26,6 +26,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+_ENOUGH_TILES = 1200
+"""Below some such number multiprocessors wait for the last ones; tall tiles have fewer parts to add up."""
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -124,6 +127,7 @@ class Tables:
 @dataclass
 class _Draft:
     with_left: bool
+    most: int
     layers: list[list[int]] = field(default_factory=list)
     matrices: list[list[int]] = field(default_factory=list)
     tiles: list[list[int]] = field(default_factory=list)
@@ -140,7 +144,9 @@ class _Draft:
 
 def make_tables(shapes: list[LayerShape], flats: list[FlatShape], sizes: Blocks, device: torch.device) -> Tables:
     """Makes the tables of a set of shapes; copies them to the device, which may wait for it."""
-    draft = _Draft(with_left=any(shape.with_outputs or shape.transposed for shape in shapes))
+    elements = sum(shape.groups * shape.rows * shape.columns for shape in shapes)
+    most = min(sizes.most, max(elements // (sizes.rows * sizes.columns * _ENOUGH_TILES), 2))
+    draft = _Draft(with_left=any(shape.with_outputs or shape.transposed for shape in shapes), most=most)
     matrices_of: dict[int, tuple[int, int]] = {}
     for number, shape in enumerate(shapes):
         first = len(draft.matrices)
@@ -181,7 +187,7 @@ def _add_matrix(
     number, rows, columns = len(draft.matrices), shape.rows, shape.columns
     narrow = columns <= sizes.narrow_columns
     at_once, width = (sizes.narrow_rows, sizes.narrow_columns) if narrow else (sizes.rows, sizes.columns)
-    tall = at_once * min(max(rows // (at_once * 8), 1), sizes.most)
+    tall = at_once * min(max(rows // (at_once * 8), 1), draft.most)
     parts_of_rows, parts_of_columns = -(-columns // width), -(-rows // tall)
     new_inputs = draft.place(inputs)
     new_outputs = draft.place(outputs) if outputs else -1
