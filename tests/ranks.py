@@ -1,9 +1,11 @@
 """Running a script in several real processes."""
 
 import os
-import subprocess
 import sys
+import time
 from pathlib import Path
+
+from forked import Forked
 
 SECONDS = 90
 
@@ -26,20 +28,27 @@ def agree_and_leave(results):
 
 def run_ranks(script, store, *arguments, count=2):
     """Runs a script once per rank, as ``script rank store ...``; each must print ok. None is left behind."""
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{tests.parent / 'src'}:{tests}", "OMP_NUM_THREADS": "1"}
+    folder = Path(store).parent
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(rank), str(store), *arguments],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
+        Forked(_run, script, [str(rank), str(store), *arguments], str(folder / f"{rank}.out"),
+               errors=str(folder / f"{rank}.err"))
         for rank in range(count)
     ]  # fmt: skip
+    deadline = time.monotonic() + SECONDS
     try:
-        for process in ranks:
-            out, err = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, err
-            assert out == "ok\n"
+        for number, rank in enumerate(ranks):
+            ended = rank.wait(max(0.0, deadline - time.monotonic()))
+            assert ended == 0, (folder / f"{number}.err").read_text()[-3000:]
+            assert (folder / f"{number}.out").read_text() == "ok\n"
     finally:
-        for process in ranks:
-            process.kill()
+        for rank in ranks:
+            rank.kill()
+
+
+def _run(_, script, arguments, out):
+    with Path(out).open("w") as file:
+        os.dup2(file.fileno(), 1)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.argv = ["-c", *arguments]
+    exec(compile(script, "rank", "exec"), {"__name__": "__main__"})
+    sys.stdout.flush()

@@ -1,65 +1,53 @@
 """Real processes that stay for a whole module of tests and run one scenario after the other."""
 
-import base64
+import ctypes
 import importlib
-import io
-import json
 import os
-import selectors
-import subprocess
+import socket
 import sys
 import time
 import traceback
 from pathlib import Path
 
-import torch
+from forked import Forked
 
-_TESTS = Path(__file__).parent.parent
 SECONDS = 100
 FRESH_AFTER = 20
 """Scenarios until processes are replaced: each leaves groups behind, whose threads wake up a hundred times a second."""
+_NEW_NETWORK = 0x40000000
 
 
 class World:
     """Processes of a number of nodes, each with a number of ranks, that wait for scenarios.
 
-    A scenario is a function of a module of scenarios; each rank calls it with the arguments, which must be
-    JSON, and what it returns comes back by rank.
+    A scenario is a function of a module of scenarios; each rank calls it with the arguments, and what it returns
+    comes back by rank.
     """
 
     def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, scenarios="daso.scenarios"):
         self.size = nodes * places
         self._folder, self._tcp, self._link = Path(folder), tcp, link
-        self._nodes, self._places, self._scenarios = nodes, places, scenarios
+        self._places, self._scenarios = places, scenarios
         self._started, self._runs = 0, 0
         self._start()
 
     def _start(self):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": f"{_TESTS.parent / 'src'}:{_TESTS}",
-            "OMP_NUM_THREADS": "1",
-            "LOCAL_WORLD_SIZE": str(self._places),
-            "WORLD_SIZE": str(self.size),
-        }
         self._started, self._runs = self._started + 1, 0
         store = f"tcp://127.0.0.1:{_free_port()}" if self._tcp else f"file://{self._folder / f'store{self._started}'}"
-        prefixes, variables = [[]] * self._nodes, [{}] * self._nodes
         if self._link is not None:
             store = f"tcp://{self._link.address}:29531"
-            prefixes = [["ip", "netns", "exec", name] for name in self._link.names]
-            variables = [{"GLOO_SOCKET_IFNAME": name} for name in self._link.names]
-        self.ranks = []
+        self._ranks = []
         for rank in range(self.size):
-            command = [sys.executable, "-m", "daso.worlds", store, str(rank), str(self.size), str(self._folder)]
-            node = rank // self._places
-            own = {**environment, **variables[node], "RANK": str(rank)}
-            with (self._folder / f"{rank}.err").open("w") as errors:
-                process = subprocess.Popen(
-                    [*prefixes[node], *command, self._scenarios],
-                    env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                )  # fmt: skip
-            self.ranks.append(process)
+            own = {"LOCAL_WORLD_SIZE": str(self._places), "WORLD_SIZE": str(self.size), "RANK": str(rank)}
+            network = None if self._link is None else self._link.names[rank // self._places]
+            if network is not None:
+                own["GLOO_SOCKET_IFNAME"] = network
+            self._ranks.append(
+                Forked(
+                    _serve, store, rank, self.size, str(self._folder), self._scenarios, network,
+                    environment=own, errors=str(self._folder / f"{rank}.err"),
+                )
+            )  # fmt: skip
 
     def run(self, scenario, *, seconds=SECONDS, ranks=None, **arguments):
         """What the scenario returns, by rank; an error is raised here, unless the rank was meant to die."""
@@ -73,69 +61,60 @@ class World:
 
     def ask(self, scenario, ranks, **arguments):
         for rank in ranks:
-            self.ranks[rank].stdin.write(json.dumps([scenario, arguments]).encode() + b"\n")
-            self.ranks[rank].stdin.flush()
+            self._ranks[rank].connection.send((scenario, arguments))
 
     def answers(self, ranks, seconds=SECONDS):
         deadline, answers = time.monotonic() + seconds, {}
         for rank in ranks:
-            line = _read_line(self.ranks[rank].stdout, deadline)
-            if not line:
+            connection = self._ranks[rank].connection
+            try:
+                if not connection.poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError
+                answers[rank] = connection.recv()
+            except EOFError:
                 errors = (self._folder / f"{rank}.err").read_text()[-3000:]
-                raise AssertionError(f"rank {rank} gave no answer; it printed:\n{errors}")
-            answers[rank] = torch.load(io.BytesIO(base64.b64decode(line)), weights_only=False)
+                raise AssertionError(f"rank {rank} gave no answer; it printed:\n{errors}") from None
         failed = {rank: answer[1] for rank, answer in answers.items() if not answer[0]}
         if failed:
             raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed.items()))
         return {rank: answer[1] for rank, answer in answers.items()}
 
     def close(self):
-        for process in self.ranks:
-            process.kill()
-        for process in self.ranks:
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
-
-
-def _read_line(pipe, deadline):
-    with selectors.DefaultSelector() as selector:
-        selector.register(pipe, selectors.EVENT_READ)
-        if not selector.select(max(0.0, deadline - time.monotonic())):
-            return b""
-    return pipe.readline()
+        for rank in self._ranks:
+            rank.kill()
 
 
 def _free_port():
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _serve(store, rank, size, folder, module):
+def _serve(connection, store, rank, size, folder, module, network):
+    import torch
     import torch.distributed as dist
 
+    if network is not None:
+        _enter(network)
     scenarios = importlib.import_module(module)
-
-    # What is printed must not mix with answers.
-    answers, sys.stdout = sys.stdout, sys.stderr
+    sys.stdout = sys.stderr
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     os.chdir(folder)
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
+    while True:
+        try:
+            name, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)
         try:
             answer = True, getattr(scenarios, name)(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
-        buffer = io.BytesIO()
-        torch.save(answer, buffer)
-        answers.write(base64.b64encode(buffer.getvalue()).decode() + "\n")
-        answers.flush()
-    os._exit(0)
+        connection.send(answer)
 
 
-if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+def _enter(network):
+    """Goes over to a network namespace."""
+    with Path(f"/var/run/netns/{network}").open() as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")

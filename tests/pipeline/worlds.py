@@ -1,11 +1,12 @@
 """Real processes that stay for a whole module of tests and run one scenario after the other."""
 
-import multiprocessing
 import os
 import socket
 import time
 import traceback
 from datetime import timedelta
+
+from forked import Forked
 
 SECONDS = 60
 
@@ -15,24 +16,17 @@ class World:
 
     def __init__(self, folder, size=2, *, tcp=False):
         self.size = size
-        context = multiprocessing.get_context("spawn")
         store = f"tcp://127.0.0.1:{_free_port()}" if tcp else f"file://{folder}/store"
-        self.ranks = []
-        for rank in range(size):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, store, rank, size), daemon=True)
-            process.start()
-            there.close()
-            self.ranks.append((process, here))
+        self._ranks = [Forked(_serve, store, rank, size) for rank in range(size)]
 
     def run(self, scenario, *, seconds=SECONDS, ranks=None, **arguments):
         """What the scenario returns, by rank; what it raises is raised here."""
-        for _, connection in self.ranks:
-            connection.send((scenario, arguments))
+        for rank in self._ranks:
+            rank.connection.send((scenario, arguments))
         deadline = time.monotonic() + seconds
         answers = {}
         for rank in range(self.size) if ranks is None else ranks:
-            connection = self.ranks[rank][1]
+            connection = self._ranks[rank].connection
             assert connection.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} gave no answer in {seconds} s"
             answers[rank] = connection.recv()
         failed = "\n".join(f"rank {rank}:\n{text}" for rank, (fine, text) in answers.items() if not fine)
@@ -40,10 +34,8 @@ class World:
         return {rank: answer for rank, (_, answer) in answers.items()}
 
     def close(self):
-        for process, connection in self.ranks:
-            process.kill()
-            process.join()
-            connection.close()
+        for rank in self._ranks:
+            rank.kill()
 
 
 def _free_port():
