@@ -3,6 +3,7 @@
 from optim.interpreted import watched  # noqa: I001
 
 import copy
+from weakref import ref
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradweave.optim import Eva, EvaF, fused, sums
+from gradweave.optim import Eva, EvaF, caught, fused
 from optim.models import make_mlp
 
 BOTH = [Eva, EvaF]
@@ -23,7 +24,7 @@ calls = []
 def kernels_on_the_cpu(monkeypatch):
     """Kernels run, and memory that nobody has written to is not a number."""
     calls.clear()
-    original = sums.catch
+    original = caught.catch
 
     def noted(*args):
         calls.append(original(*args))
@@ -54,7 +55,7 @@ def assert_same_records(model, cls, backward, **options):
     stock = records_of(model, cls, backward, with_kernels=False, options=options)
     assert len(ours) == len(stock) > 0
     for one, other in zip(ours, stock, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-5)
         assert float(other.abs().max()) > 0
 
 
@@ -65,20 +66,22 @@ def loss(model, x):
 convolutions = st.tuples(
     st.sampled_from([nn.Conv1d, nn.Conv2d, nn.Conv3d]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2),
     st.integers(1, 2), st.sampled_from([1, 2, 4]), st.sampled_from(["zeros", "circular", "replicate"]),
-    st.booleans(), st.integers(0, 1000),
+    st.booleans(), st.sampled_from([4, 16]), st.integers(0, 1000),
 )  # fmt: skip
 
 
 @every
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(case=convolutions)
 def test_convolutions(cls, case):
-    kind, kernel, stride, padding, dilation, groups, mode, channels_last, seed = case
+    kind, kernel, stride, padding, dilation, groups, mode, channels_last, channels, seed = case
     torch.manual_seed(seed)
     model = nn.Sequential(
-        kind(4, 8, kernel, stride, padding, dilation, groups, padding_mode=mode), nn.Tanh(), kind(8, 4, 1, bias=False)
+        kind(channels, 8, kernel, stride, padding, dilation, groups, padding_mode=mode),
+        nn.Tanh(),
+        kind(8, 4, 1, bias=False),
     )
-    x = torch.randn(5, 4, *{nn.Conv1d: (9,), nn.Conv2d: (7, 9), nn.Conv3d: (5, 6, 7)}[kind])
+    x = torch.randn(5, channels, *{nn.Conv1d: (9,), nn.Conv2d: (7, 9), nn.Conv3d: (5, 6, 7)}[kind])
     if channels_last and kind is nn.Conv2d:
         x = x.contiguous(memory_format=torch.channels_last)
     assert_same_records(model, cls, lambda model: loss(model, x).backward())
@@ -165,6 +168,40 @@ def test_a_layer_that_is_called_twice_and_changed_in_place(cls):
 
 
 @every
+def test_inputs_are_held_only_as_long_as_autograd_holds_them(cls):
+    class Watching(nn.Module):
+        """Notes whether its input is still there."""
+
+        def forward(self, x):
+            x = x * 2
+            seen.append(ref(x))
+            return x
+
+    model = nn.Sequential(nn.Linear(4, 4), Watching(), nn.Linear(4, 3))
+    optimizer = cls(model)
+    x = torch.randn(5, 4)
+    for use in (lambda: loss(model, x), lambda: loss(model, x).backward()):
+        seen = []
+        use()
+        assert [one() for one in seen] == [None]
+    optimizer.zero_grad()
+    seen = []
+    value = checkpoint(model, x, use_reentrant=False).square().mean()
+    assert [one() for one in seen] == [None]
+    value.backward()
+    assert len(optimizer._capture._catcher._waiting) == 0
+
+
+@every
+def test_many_forwards_that_are_thrown_away(cls):
+    model = make_mlp()
+    optimizer = cls(model)
+    for _ in range(200):
+        loss(model, torch.randn(2, model[0].in_features))
+    assert len(optimizer._capture._catcher._waiting) < 150
+
+
+@every
 def test_zero_grad_drops_what_was_caught_and_a_state_dict_has_it(cls):
     model = make_mlp()
     optimizer = cls(model)
@@ -192,7 +229,7 @@ def test_a_graph_that_is_captured_before_a_step_like_it(cls, monkeypatch):
     monkeypatch.setattr(fused, "is_capturing", lambda _: False)
     stock = records_of(model, cls, lambda model: loss(model, x).backward(), with_kernels=False)
     for one, other in zip(ours, stock, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-5)
 
 
 def test_a_padding_mask_and_double_precision_go_without_kernels():

@@ -117,6 +117,11 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def saves_tensors_otherwise() -> bool:
+    """Whether what autograd saves now goes through hooks, as in activation checkpointing or offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def outside_function_transforms() -> AbstractContextManager[Any]:
     """Context in which ``torch.func`` leaves the code alone that it is transforming."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

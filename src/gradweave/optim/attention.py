@@ -14,14 +14,15 @@ import torch
 from torch import nn
 
 from gradweave.optim.capture import Catching, Masking, Tap
+from gradweave.optim.caught import Catcher
 from gradweave.optim.layouts import LINEAR, Layout
 
 
 class AttentionTap(Tap):
     """The hook of an attention module's input projection."""
 
-    def __init__(self, width: int, shape: torch.Size, catching: Catching, masking: Masking) -> None:
-        super().__init__(Layout(LINEAR, 3, width, width), shape, catching, masking)
+    def __init__(self, width: int, shape: torch.Size, catching: Catching, masking: Masking, catcher: Catcher) -> None:
+        super().__init__(Layout(LINEAR, 3, width, width), shape, catching, masking, catcher)
         self.with_outputs = False
         self._one = Layout(LINEAR, 1, width, width)
 

@@ -17,8 +17,8 @@ Why so, and not by hooks that keep tensors, or a probe parameter, or the bias' g
   output vector is zero in front of a BatchNorm), and neither the model nor the optimizer's groups
   have parameters in them that nobody asked for.
 
-On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.sums`. What they have caught is added to
-records when a step, a state dict or ``zero_grad()`` asks for them.
+On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.caught`. What they have caught is
+added to records when a step, a state dict or ``zero_grad()`` asks for them.
 
 Sums add up over micro-batches and ranks; divided by the number of places they are the means over all.
 """
@@ -34,8 +34,8 @@ from torch.nn.functional import pad
 
 from gradweave.compat.eager import in_function_transform
 from gradweave.errors import GradweaveError
+from gradweave.optim.caught import Catcher, Caught, catch
 from gradweave.optim.layouts import Layout
-from gradweave.optim.sums import Caught, catch
 
 
 class _Pass(torch.autograd.Function):
@@ -92,15 +92,19 @@ class Tap:
         shape: Of its weight.
         catching: What is caught.
         masking: Where the padding mask is, for all layers.
+        catcher: What layers do together.
     """
 
-    def __init__(self, layout: Layout, shape: torch.Size, catching: Catching, masking: Masking) -> None:
+    def __init__(
+        self, layout: Layout, shape: torch.Size, catching: Catching, masking: Masking, catcher: Catcher
+    ) -> None:
         self.layout = layout
         self.shape = shape
         self.catching = catching
         self.with_outputs = catching.outputs
         self.masking = masking
         self.record: torch.Tensor | None = None
+        self.catcher = catcher
         self.caught: list[Caught] = []
         self.plans: dict[Any, Any] = {}
 

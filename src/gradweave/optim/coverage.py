@@ -10,8 +10,8 @@ from torch import nn
 from gradweave.announce import announce
 from gradweave.optim.attention import AttentionTap, attention_parts
 from gradweave.optim.capture import Catching, Masking, Tap
+from gradweave.optim.caught import Catcher
 from gradweave.optim.layouts import Layout, layout_of
-from gradweave.optim.sums import Settling
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Capture:
 
     def __init__(self, model: nn.Module, catching: Catching) -> None:
         self.masking = Masking()
+        self._catcher = Catcher()
         self.layers = [
-            CoveredLayer(name, module, weight, bias, Tap(layout, weight.shape, catching, self.masking))
+            CoveredLayer(name, module, weight, bias, Tap(layout, weight.shape, catching, self.masking, self._catcher))
             for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample)
         ]
         for name, module in model.named_modules() if catching.per_sample else ():
@@ -56,14 +57,13 @@ class Capture:
             if catching.outputs and bias is None:
                 announce(f"optim: no output vectors of {name}, which has no bias; the first-order rule updates it")
                 continue
-            tap = AttentionTap(weight.shape[1], weight.shape, catching, self.masking)
+            tap = AttentionTap(weight.shape[1], weight.shape, catching, self.masking, self._catcher)
             self.layers.append(CoveredLayer(name, module, weight, bias, tap))
-        self._settling = Settling()
         self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
 
     def settle(self) -> None:
         """Adds what was caught to records."""
-        self._settling.settle([layer.tap for layer in self.layers])
+        self._catcher.settle([layer.tap for layer in self.layers])
 
     def forget(self) -> None:
         """Drops what was caught."""

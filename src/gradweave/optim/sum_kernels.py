@@ -1,54 +1,131 @@
 # mypy: ignore-errors
-"""Triton kernels that add up what vectors are made of: rows of a layer's input, or of its output's gradient."""
+"""Triton kernels that add up what vectors are made of: rows of a layer's input, or of its output's gradient.
+
+A row is a place of a sample; places come in lines of ``width``. What has taps is added up once for each of them, a row
+as often as the tap sees its place. Each program adds up one stretch of rows of some channels.
+"""
 
 import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["rows", "rows_each", "places"])
-def sum_rows(
-    x, out, rows, rows_each, places, sample_stride, place_stride, channel_stride, channels, factor,
+@triton.jit
+def _row_sum(
+    x, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride, channel, present,
     block_rows: tl.constexpr, block_channels: tl.constexpr,
 ):  # fmt: skip
-    """Of some channels, the sum over one stretch of rows; a row is a place of a sample."""
-    stretch = tl.program_id(1)
-    channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
-    present = channel < channels
-    end = tl.minimum(stretch * rows_each + rows_each, rows)
     down = tl.arange(0, block_rows)
     total = tl.zeros([block_rows, block_channels], tl.float32)
-    for start in range(stretch * rows_each, end, block_rows):
+    for start in range(first, end, block_rows):
         row = start + down
-        at = (row // places).to(tl.int64) * sample_stride + (row % places).to(tl.int64) * place_stride
+        place = row % places
+        at = (row // places).to(tl.int64) * sample_stride + (place // width).to(tl.int64) * line_stride
+        at += (place % width).to(tl.int64) * place_stride
         mask = (row < end)[:, None] & present[None, :]
         total += tl.load(x + at[:, None] + (channel * channel_stride)[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + stretch * channels + channel, tl.sum(total, 0) * factor, mask=present)
+    return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "rows_each", "places"])
-def sum_patches(
-    x, counts, out, rows, rows_each, places, sample_stride, place_stride, channel_stride, channels, factor,
-    taps: tl.constexpr, padded_taps: tl.constexpr, block_rows: tl.constexpr, block_channels: tl.constexpr,
+@triton.jit
+def _patch_sum(
+    x, counts, taps, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride, channel,
+    present, padded_taps: tl.constexpr, block_rows: tl.constexpr, block_channels: tl.constexpr,
 ):  # fmt: skip
-    """Of some channels and every tap of a kernel, the same sum, of rows as often as the tap sees their place."""
-    stretch = tl.program_id(1)
-    channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
-    present = channel < channels
-    end = tl.minimum(stretch * rows_each + rows_each, rows)
     down = tl.arange(0, block_rows)
     tap = tl.arange(0, padded_taps)
     total = tl.zeros([padded_taps, block_channels], tl.float32)
-    for start in range(stretch * rows_each, end, block_rows):
+    for start in range(first, end, block_rows):
         row = start + down
         place = row % places
-        at = (row // places).to(tl.int64) * sample_stride + place.to(tl.int64) * place_stride
+        at = (row // places).to(tl.int64) * sample_stride + (place // width).to(tl.int64) * line_stride
+        at += (place % width).to(tl.int64) * place_stride
         mask = (row < end)[:, None] & present[None, :]
         part = tl.load(x + at[:, None] + (channel * channel_stride)[None, :], mask=mask, other=0.0)
         some = (tap < taps)[:, None] & (row < end)[None, :]
         seen = tl.load(counts + tap[:, None] * places + place[None, :], mask=some, other=0.0)
         total = tl.dot(seen, part, total, input_precision="ieee")
-    at = (stretch * channels + channel)[None, :] * taps + tap[:, None]
-    tl.store(out + at, total * factor, mask=present[None, :] & (tap < taps)[:, None])
+    return total
+
+
+@triton.jit(do_not_specialize=["rows", "rows_each", "places", "width", "line_stride"])
+def sum_one(
+    x, counts, out, rows, rows_each, places, width, sample_stride, line_stride, place_stride, channel_stride, channels,
+    taps, factor, counted: tl.constexpr, padded_taps: tl.constexpr, block_rows: tl.constexpr,
+    block_channels: tl.constexpr,
+):  # fmt: skip
+    """The sums of one tensor."""
+    stretch = tl.program_id(1)
+    first = stretch * rows_each
+    end = tl.minimum(first + rows_each, rows)
+    channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
+    present = channel < channels
+    if counted:
+        tap = tl.arange(0, padded_taps)
+        found = _patch_sum(
+            x, counts, taps, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride,
+            channel, present, padded_taps, block_rows, block_channels,
+        )  # fmt: skip
+        at = (stretch * channels + channel)[None, :] * taps + tap[:, None]
+        tl.store(out + at, found * factor, mask=present[None, :] & (tap < taps)[:, None])
+    else:
+        found = _row_sum(
+            x, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride, channel, present,
+            block_rows, block_channels,
+        )  # fmt: skip
+        tl.store(out + stretch * channels + channel, found * factor, mask=present)
+
+
+@triton.jit
+def sum_many(
+    programs, tensors, addresses, out, dtype: tl.constexpr, counted: tl.constexpr, channels_are_dense: tl.constexpr,
+    aligned: tl.constexpr, padded_taps: tl.constexpr, block_rows: tl.constexpr, block_channels: tl.constexpr,
+):  # fmt: skip
+    """The sums of many tensors, found by tables; see :mod:`gradweave.optim.sum_tables`."""
+    number = tl.program_id(0)
+    tensor = tl.load(programs + number * 3)
+    first_channel = tl.load(programs + number * 3 + 1).to(tl.int32)
+    stretch = tl.load(programs + number * 3 + 2).to(tl.int32)
+    entry = tensors + tensor * 12
+    rows = tl.load(entry).to(tl.int32)
+    rows_each = tl.load(entry + 1).to(tl.int32)
+    places = tl.load(entry + 2).to(tl.int32)
+    width = tl.load(entry + 3).to(tl.int32)
+    sample_stride = tl.load(entry + 4)
+    line_stride = tl.load(entry + 5)
+    place_stride = tl.load(entry + 6)
+    channel_stride = 1
+    if not channels_are_dense:
+        channel_stride = tl.load(entry + 7)
+    channels = tl.load(entry + 8).to(tl.int32)
+    taps = tl.load(entry + 9).to(tl.int32)
+    out += tl.load(entry + 11)
+    x = tl.load(addresses + tensor).to(tl.pointer_type(dtype))
+    first_channel = tl.multiple_of(first_channel, 16)
+    if aligned:
+        x = tl.multiple_of(x, 16)
+        sample_stride = tl.multiple_of(sample_stride, 8)
+        line_stride = tl.multiple_of(line_stride, 8)
+        place_stride = tl.multiple_of(place_stride, 8)
+        channels = tl.multiple_of(channels, 8)
+    first = stretch * rows_each
+    end = tl.minimum(first + rows_each, rows)
+    channel = first_channel + tl.arange(0, block_channels)
+    present = channel < channels
+    if counted:
+        tap = tl.arange(0, padded_taps)
+        counts = tl.load(entry + 10).to(tl.pointer_type(dtype))
+        found = _patch_sum(
+            x, counts, taps, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride,
+            channel, present, padded_taps, block_rows, block_channels,
+        )  # fmt: skip
+        at = (stretch * channels + channel)[None, :] * taps + tap[:, None]
+        tl.store(out + at, found, mask=present[None, :] & (tap < taps)[:, None])
+    else:
+        found = _row_sum(
+            x, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride, channel, present,
+            block_rows, block_channels,
+        )  # fmt: skip
+        tl.store(out + stretch * channels + channel, found, mask=present)
 
 
 @triton.jit
@@ -57,11 +134,10 @@ def add_to_records(programs, parts, caught, records, at_once: tl.constexpr, bloc
     number = tl.program_id(0)
     part = parts + tl.load(programs + number * 2) * 8
     first = tl.load(programs + number * 2 + 1).to(tl.int32)
-    layer = tl.load(part)
-    source = tl.load(caught + layer).to(tl.pointer_type(tl.float32)) + tl.load(part + 1)
+    source = tl.load(caught + tl.load(part)).to(tl.pointer_type(tl.float32))
+    record = tl.load(records + tl.load(part + 1)).to(tl.pointer_type(tl.float32))
     stretches = tl.load(part + 2).to(tl.int32)
     columns = tl.load(part + 3).to(tl.int32)
-    record = tl.load(records + layer).to(tl.pointer_type(tl.float32))
     begin = tl.load(part + 4)
     count = tl.load(part + 5)
     count_at = tl.load(part + 6)
