@@ -225,13 +225,13 @@ class _Step:
     def _make_vectors(self) -> None:
         """The vectors that layers will have if the step is taken."""
         kernels, tables, room, at = self.kernels, self.plan.tables, self.room, self.at
-        kernels.look[(len(self.layers),)](tables.layers, at["fixed"], room["layer_numbers"], BLOCKS.long)
+        kernels.look[(len(self.layers),)](tables.layers, at["fixed"], room["layer_numbers"], BLOCKS.long, num_warps=8)
         for member, (first, count) in tables.matrices_of.items():
             group = self.groups[member]
             kernels.blend[(count,)](
                 tables.layers, tables.matrices, at["fixed"], at["gradients"], room["layer_numbers"],
                 room["matrix_numbers"], room["vectors"], float(group["running_average"]), _sign(group), first,
-                BLOCKS.long,
+                BLOCKS.long, num_warps=8,
             )  # fmt: skip
 
     def _measure(self, squares: torch.Tensor, chunk_squares: torch.Tensor) -> None:
@@ -273,7 +273,7 @@ class _Step:
                 num_warps=8,
             )  # fmt: skip
         kernels.commit[(tables.count_of["matrices"],)](
-            tables.layers, tables.matrices, at["fixed"], room["vectors"], taken, BLOCKS.long
+            tables.layers, tables.matrices, at["fixed"], room["vectors"], taken, BLOCKS.long, num_warps=8
         )
 
     def _update_others(self, taken: torch.Tensor, inverse: Number) -> None:

@@ -52,7 +52,7 @@ class Blocks:
     narrow_columns: int = 64
     most: int = 16
     vector: int = 256
-    long: int = 1024
+    long: int = 8192
     parts: int = 16
     flat: int = 2048
 

@@ -47,7 +47,7 @@ def _patch_sum(
     return total
 
 
-@triton.jit(do_not_specialize=["rows", "rows_each", "places", "width", "line_stride"])
+@triton.jit(do_not_specialize=["rows", "rows_each", "places", "width"])
 def sum_one(
     x, counts, out, rows, rows_each, places, width, sample_stride, line_stride, place_stride, channel_stride, channels,
     taps, factor, counted: tl.constexpr, padded_taps: tl.constexpr, block_rows: tl.constexpr,
