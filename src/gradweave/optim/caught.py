@@ -112,6 +112,8 @@ class Caught:
             self.inputs = torch.empty(self.plan.form.stretches * self.plan.form.columns, device=self.plan.device)
             with fused.on_device(self.plan.device):
                 self.plan.add_inputs(self.x, self.inputs)
+            if fused.is_capturing(self.plan.device):
+                self.tap.catcher.keep(self.plan)
             self.x = None
 
 
@@ -186,6 +188,11 @@ class Catcher:
         self._most = _MOST_SHAPES
         self._together: dict[Any, Together] = {}
         self._tables: dict[Any, _Table] = {}
+        self._in_graphs: dict[int, Any] = {}
+
+    def keep(self, *used: Any) -> None:
+        """Keeps what a CUDA graph that is being captured will read whenever it is replayed."""
+        self._in_graphs |= {id(one): one for one in used}
 
     def wait(self, caught: Caught) -> None:
         """Has an input added up with others, unless its graph is thrown away."""
@@ -211,6 +218,8 @@ class Catcher:
         pairs = zip(members, inputs, strict=True)
         key = tuple((one.plan, is_aligned(one.plan.rows, x)) for one, x in pairs)
         together = self._together.get(key)
+        if fused.is_capturing(device):
+            self.keep(together, *(one.plan for one in members))
         if together is None:
             if fused.is_capturing(device):
                 for one in members:
@@ -240,6 +249,8 @@ class Catcher:
         capturing = fused.is_capturing(device)
         key = (device, tuple(one.plan.form for one in members))
         table = self._tables.get(key)
+        if capturing:
+            self.keep(table)
         if table is None:
             if capturing:
                 for one in members:
