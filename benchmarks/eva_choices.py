@@ -46,6 +46,7 @@ CHOICES: dict[str, Callable[..., Optimizer]] = {
     "eva-f average 0.1": changed(EvaF, lr=0.02, running_average=0.1),
     "eva average 0.95": changed(Eva, lr=0.02, running_average=0.95),
     "eva average 0.3": changed(Eva, lr=0.02, running_average=0.3),
+    "eva average 0.95, 16 samples": changed(Eva, lr=0.02, running_average=0.95, samples=16),
     "eva-s average 0.1": changed(EvaS, lr=0.01, running_average=0.1),
     "eva-s average 0.95": changed(EvaS, lr=0.01, running_average=0.95),
     "adamw lr 0.002": lambda m: torch.optim.AdamW(m.parameters(), lr=0.002, weight_decay=0.0),

@@ -91,7 +91,7 @@ def test_convolutions(cls, case):
 @pytest.mark.parametrize("shape", [(5, 6), (3, 4, 6), (2, 3, 4, 6), (6,), (200, 6)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_layers(cls, shape, dtype):
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3, bias=False))
     x = torch.randn(shape)
 
     def backward(model):
@@ -104,7 +104,7 @@ def test_linear_layers(cls, shape, dtype):
 
 @every
 def test_rows_in_any_order_in_memory(cls):
-    model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    model = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 3))
     turned, cut = torch.randn(4, 6, 5).transpose(1, 2), torch.randn(9, 5, 12)[::2, 1:4, ::2]
     for x in (turned, cut):
         assert_same_records(model, cls, lambda model, x=x: loss(model, x).backward())
@@ -158,7 +158,7 @@ def test_a_layer_that_is_called_twice_and_changed_in_place(cls):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = nn.Linear(5, 5)
+            self.layer = nn.Linear(5, 5, bias=False)
 
         def forward(self, x):
             return self.layer(torch.relu_(self.layer(x)))

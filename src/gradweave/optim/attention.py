@@ -35,6 +35,9 @@ class AttentionTap(Tap):
         """The weight of the projection."""
         return module.in_proj_weight  # type: ignore[return-value]
 
+    def leave_outputs_to_the_bias(self, *, leave: bool) -> None:
+        """Always so."""
+
     def caught_by_kernels(self, x: Any, y: torch.Tensor) -> bool:  # noqa: ARG002
         """Never: inputs are three."""
         return False

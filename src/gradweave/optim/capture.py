@@ -75,6 +75,7 @@ class Catching:
         never_all: Whether outputs are looked at of half of a batch at most: in front of a BatchNorm the
             gradients of all samples sum to zero, and what is left is rounding.
         per_sample: Whether outputs' sums are scaled to what all samples would give.
+        by_bias: Whether the gradient of a bias may serve for outputs.
     """
 
     outputs: bool
@@ -82,6 +83,7 @@ class Catching:
     output_samples: int | None = None
     never_all: bool = False
     per_sample: bool = True
+    by_bias: bool = False
 
 
 class Tap:
@@ -111,9 +113,21 @@ class Tap:
     def new_record(self, weight: torch.Tensor) -> torch.Tensor:
         """A record with nothing in it."""
         dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return torch.zeros(self.record_size, dtype=dtype, device=weight.device)
+
+    @property
+    def record_size(self) -> int:
+        """How long a record is: inputs, their number, and outputs if these are caught."""
         layout = self.layout
-        size = layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
-        return torch.zeros(size, dtype=dtype, device=weight.device)
+        return layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
+
+    def leave_outputs_to_the_bias(self, *, leave: bool) -> None:
+        """Has the gradient of the bias, which is the sum of the outputs', serve for the output vector."""
+        with_outputs = self.catching.outputs and not leave
+        if with_outputs != self.with_outputs:
+            self.with_outputs = with_outputs
+            self.plans.clear()
+            self.caught.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         """Behind a layer's forward."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import nn
 
@@ -12,6 +13,8 @@ from gradweave.optim.attention import AttentionTap, attention_parts
 from gradweave.optim.capture import Catching, Masking, Tap
 from gradweave.optim.caught import Catcher
 from gradweave.optim.layouts import Layout, layout_of
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class CoveredLayer:
         weight: Its weight.
         bias: Its bias, if that is a column of the layer's matrices.
         tap: Its hook.
+        is_normalized: Whether the next module of the model is a BatchNorm, in front of which a bias has no gradient.
     """
 
     name: str
@@ -31,6 +35,7 @@ class CoveredLayer:
     weight: nn.Parameter
     bias: nn.Parameter | None
     tap: Tap
+    is_normalized: bool = False
 
 
 class Capture:
@@ -44,10 +49,11 @@ class Capture:
     def __init__(self, model: nn.Module, catching: Catching) -> None:
         self.masking = Masking()
         self._catcher = Catcher()
-        self.layers = [
-            CoveredLayer(name, module, weight, bias, Tap(layout, weight.shape, catching, self.masking, self._catcher))
-            for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample)
-        ]
+        normalized = _normalized(model)
+        self.layers = []
+        for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample):
+            tap = Tap(layout, weight.shape, catching, self.masking, self._catcher)
+            self.layers.append(CoveredLayer(name, module, weight, bias, tap, id(module) in normalized))
         for name, module in model.named_modules() if catching.per_sample else ():
             parts = attention_parts(module)
             if parts is None or not parts[0].requires_grad:
@@ -57,8 +63,12 @@ class Capture:
             if catching.outputs and bias is None:
                 announce(f"optim: no output vectors of {name}, which has no bias; the first-order rule updates it")
                 continue
-            tap = AttentionTap(weight.shape[1], weight.shape, catching, self.masking, self._catcher)
-            self.layers.append(CoveredLayer(name, module, weight, bias, tap))
+            self.layers.append(
+                CoveredLayer(
+                    name, module, weight, bias,
+                    AttentionTap(weight.shape[1], weight.shape, catching, self.masking, self._catcher),
+                )
+            )  # fmt: skip
         self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
 
     def settle(self) -> None:
@@ -75,6 +85,12 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _normalized(model: nn.Module) -> set[int]:
+    """The modules that a BatchNorm is behind, in the order in which the model has them."""
+    leaves = [module for module in model.modules() if next(module.children(), None) is None]
+    return {id(one) for one, other in pairwise(leaves) if isinstance(other, _BATCH_NORMS)}
 
 
 def coverable(

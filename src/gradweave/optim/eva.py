@@ -13,18 +13,19 @@ from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim.apply import is_plain
 from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
-from gradweave.optim.coverage import Capture
+from gradweave.optim.coverage import Capture, CoveredLayer
 from gradweave.optim.exchange import average_records, group_of
 from gradweave.optim.family import Layer, VectorOptimizer, loss_scale, parameters_of
 from gradweave.optim.fused import FusedStep, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode
+from gradweave.optim.layouts import LINEAR
 from gradweave.optim.rules import INPUTS, JOINT, KL_CLIP, NORMALIZE, TWO_SIDED, Direction, Manner, Number, direction
 
 REFERENCE_SAMPLES = 16
 """What the authors' code looks at."""
 
 OUTPUT_SAMPLES = 16
-"""What our output vectors are made of."""
+"""What our output vectors are made of, where they are not the gradient of a bias."""
 
 
 class _CapturedVectors(VectorOptimizer):
@@ -110,8 +111,9 @@ class _CapturedVectors(VectorOptimizer):
             if id(layer.weight) not in own:
                 layer.tap.record = None
                 continue
+            layer.tap.leave_outputs_to_the_bias(leave=self._has_outputs_in_bias(layer))
             state = self.state[layer.weight]
-            if "record" not in state:
+            if "record" not in state or state["record"].numel() != layer.tap.record_size:
                 state["record"] = layer.tap.new_record(layer.weight)
             layout, record = layer.tap.layout, state["record"]
             if "input_vector" not in state:
@@ -120,6 +122,16 @@ class _CapturedVectors(VectorOptimizer):
                     state["output_vector"] = record.new_zeros(layout.groups, layout.outputs)
             state["columns_first"] = layout.columns_first
             layer.tap.record = record
+
+    def _has_outputs_in_bias(self, layer: CoveredLayer) -> bool:
+        """Whether the gradient of a layer's bias is its output vector: all of the batch's, which costs nothing.
+
+        Not in front of a BatchNorm, where it is zero; so convolutions are left out as a whole.
+        """
+        if not self._catching.by_bias or layer.tap.layout.kind != LINEAR or layer.is_normalized:
+            return False
+        groups = [group for group in self.param_groups if any(p is layer.weight for p in group["params"])]
+        return any(p is layer.bias for group in groups for p in group["params"])
 
     def prepare_layer(self, layer: Layer) -> None:
         """Makes momentum; vectors were made with the optimizer."""
@@ -243,7 +255,7 @@ def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
     if mode is Mode.FAITHFUL:
         return Catching(outputs, samples, samples)
     if outputs:
-        return Catching(outputs, None, samples or OUTPUT_SAMPLES, never_all=True)
+        return Catching(outputs, None, samples or OUTPUT_SAMPLES, never_all=True, by_bias=samples is None)
     return Catching(outputs, samples)
 
 
