@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 from functools import cache
 from pathlib import Path
 
@@ -39,7 +38,7 @@ class Forked:
 
     def __init__(self, target, *arguments, environment=None, errors=None):
         self.connection, there = context().Pipe()
-        told = {**os.environ, **(environment or {})}
+        told = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | (environment or {})
         self._process = context().Process(target=_begin, args=(target, there, arguments, told, errors), daemon=True)
         self._process.start()
         there.close()
@@ -51,8 +50,7 @@ class Forked:
 
     def kill(self):
         """Ends it, and waits until it has ended."""
-        if self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join()
         self.connection.close()
 

@@ -38,7 +38,7 @@ def run_ranks(script, store, *arguments, count=2):
     try:
         for number, rank in enumerate(ranks):
             ended = rank.wait(max(0.0, deadline - time.monotonic()))
-            assert ended == 0, (folder / f"{number}.err").read_text()[-3000:]
+            assert ended == 0, "\n".join((folder / f"{each}.err").read_text()[-3000:] for each in range(count))
             assert (folder / f"{number}.out").read_text() == "ok\n"
     finally:
         for rank in ranks:

@@ -172,3 +172,57 @@ def test_a_state_dict_that_was_on_the_cpu(cls):
     resumed.load_state_dict(on_cpu)
     losses = train(model, optimizer, batches(2))
     assert train(other, resumed, batches(2)) == pytest.approx(losses, rel=1e-3)
+
+
+def records_after(model, cls, x, dtype, monkeypatch, *, with_kernels):
+    """What a model's layers have caught after a backward of its copy."""
+    monkeypatch.setattr(fused, "has_kernels", lambda _: with_kernels)
+    model = copy.deepcopy(model)
+    optimizer = cls(model)
+    with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+        out = model(x)
+    out.float().square().mean().backward()
+    return [state["record"] for state in optimizer.state.values() if "record" in state]
+
+
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_sums_in_kernels_are_those_without(cls, dtype, order, monkeypatch):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 32, 7, 2, 3), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 3, padding=1, bias=False), nn.ReLU()]
+    layers += [nn.Conv2d(64, 48, 1, 2), nn.ReLU(), nn.Conv2d(48, 32, 3, 2, groups=2), nn.Flatten(), nn.LazyLinear(10)]
+    model = nn.Sequential(*layers).cuda()
+    x = torch.randn(20, 3, 40, 36, device="cuda").contiguous(memory_format=order)
+    model(x)
+    model = model.to(memory_format=order)
+    ours, stock = (records_after(model, cls, x, dtype, monkeypatch, with_kernels=kind) for kind in (True, False))
+    assert len(ours) == len(stock) == 5
+    for one, other in zip(ours, stock, strict=True):
+        assert torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(other[:-1].abs().mean()))
+
+
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+def test_vectors_of_a_captured_backward_whose_steps_are_eager(cls):
+    model, other = make_conv().cuda(), make_conv().cuda()
+    optimizer, stock = cls(model), cls(other)
+    given = batches(6)
+    x = given[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        train(model, optimizer, given[:3])
+    torch.cuda.current_stream().wait_stream(side)
+    train(other, stock, given[:3])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss_of(model, x).backward()
+    for batch in given[3:]:
+        x.copy_(batch)
+        graph.replay()
+        optimizer.step()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.zero_()
+    train(other, stock, given[3:])
+    assert torch.allclose(weights(model), weights(other), atol=1e-3)

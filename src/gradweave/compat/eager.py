@@ -117,9 +117,9 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def saves_tensors_otherwise() -> bool:
-    """Whether what autograd saves now goes through hooks, as in activation checkpointing or offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+def raw_stream(device: torch.device) -> int:
+    """A number for the stream that work on a device goes to now; 0 for the default one."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
 
 
 def outside_function_transforms() -> AbstractContextManager[Any]:

@@ -16,6 +16,13 @@ class Addresses:
         self._size = -(-max(count, 1) // _WRITTEN_AT_ONCE) * _WRITTEN_AT_ONCE
         self._table = torch.zeros(self._size, dtype=torch.int64, device=device)
         self._known = [0] * self._size
+        self._is_in_graph = False
+        self._in_graphs: list[torch.Tensor] = []
+
+    def _leave_to_graph(self) -> None:
+        """Begins anew: a graph goes on reading the table as it is."""
+        self._in_graphs.append(self._table)
+        self._table, self._known, self._is_in_graph = torch.zeros_like(self._table), [0] * self._size, False
 
     def holding(self, addresses: list[int], kernels: Any, *, capturing: bool, moves: bool) -> torch.Tensor:
         """A table with these addresses.
@@ -28,7 +35,10 @@ class Addresses:
         """
         wanted = addresses + [0] * (self._size - len(addresses))
         if not moves and wanted == self._known:
+            self._is_in_graph = self._is_in_graph or capturing
             return self._table
+        if self._is_in_graph and not capturing:
+            self._leave_to_graph()
         table = torch.empty_like(self._table) if capturing else self._table
         for start in range(0, self._size, _WRITTEN_AT_ONCE):
             part = wanted[start : start + _WRITTEN_AT_ONCE]

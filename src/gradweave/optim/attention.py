@@ -38,9 +38,9 @@ class AttentionTap(Tap):
     def leave_outputs_to_the_bias(self, *, leave: bool) -> None:
         """Always so."""
 
-    def caught_by_kernels(self, x: Any, y: torch.Tensor) -> bool:  # noqa: ARG002
+    def passed_by_kernels(self, y: torch.Tensor, x: Any) -> torch.Tensor | None:  # noqa: ARG002
         """Never: inputs are three."""
-        return False
+        return None
 
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Sums of queries, keys and values, as if there were as many of each as there are queries."""

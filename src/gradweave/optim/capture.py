@@ -17,8 +17,8 @@ Why so, and not by hooks that keep tensors, or a probe parameter, or the bias' g
   output vector is zero in front of a BatchNorm), and neither the model nor the optimizer's groups
   have parameters in them that nobody asked for.
 
-On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.caught`. What they have caught is
-added to records when a step, a state dict or ``zero_grad()`` asks for them.
+On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.caught`. What they have caught
+is added to records at the end of backward.
 
 Sums add up over micro-batches and ranks; divided by the number of places they are the means over all.
 """
@@ -34,7 +34,7 @@ from torch.nn.functional import pad
 
 from gradweave.compat.eager import in_function_transform
 from gradweave.errors import GradweaveError
-from gradweave.optim.caught import Catcher, Caught, catch
+from gradweave.optim.caught import Catcher, catch
 from gradweave.optim.layouts import Layout
 
 
@@ -107,7 +107,6 @@ class Tap:
         self.masking = masking
         self.record: torch.Tensor | None = None
         self.catcher = catcher
-        self.caught: list[Caught] = []
         self.plans: dict[Any, Any] = {}
 
     def new_record(self, weight: torch.Tensor) -> torch.Tensor:
@@ -127,7 +126,6 @@ class Tap:
         if with_outputs != self.with_outputs:
             self.with_outputs = with_outputs
             self.plans.clear()
-            self.caught.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         """Behind a layer's forward."""
@@ -142,10 +140,11 @@ class Tap:
                 "optimizer was made; make a new one after changing a model"
             )
         x = args[0] if args else kwargs["input"]
-        return None if not torch.compiler.is_compiling() and self.caught_by_kernels(x, y) else self.passed(y, x)
+        passed = None if torch.compiler.is_compiling() else self.passed_by_kernels(y, x)
+        return self.passed(y, x) if passed is None else passed
 
-    def caught_by_kernels(self, x: Any, y: torch.Tensor) -> bool:
-        """Catches what a call gives in kernels, where there are any."""
+    def passed_by_kernels(self, y: torch.Tensor, x: Any) -> torch.Tensor | None:
+        """As :meth:`passed`, in kernels; None where there are none."""
         return catch(self, x, y)
 
     def weight_of(self, module: nn.Module) -> torch.Tensor:

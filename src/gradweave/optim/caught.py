@@ -1,10 +1,10 @@
 """What layers give to their vectors on a GPU, outside of compilers: few launches for all of them.
 
-Behind a layer's output is a tensor's hook, and nothing in the graph of the model. Until backward comes by, it holds the
-layer's input, which autograd holds for the weight's gradient anyway; when backward reaches the first of them, all
-inputs are added up together. Inputs that autograd does not hold as they are (of another precision than autocast
-computes in, inside of activation checkpointing) are added up at once, layer by layer. Outputs' gradients are added up
-when they come by. The step then adds everything to the layers' records, in one more launch.
+Behind a layer's output is an autograd function that returns it as it is. Until backward comes by, a layer's input
+waits, which autograd keeps for the weight's gradient anyway; when backward reaches the first that waits, all of them
+are added up together. Inputs that autograd does not keep as they are (another precision than autocast computes in,
+patches of a padded copy, activation checkpointing) are added up at once, layer by layer. Outputs' gradients are added
+up when they come by. At the end of each backward everything is added to the layers' records, in one more launch.
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from importlib import import_module
 from operator import mul
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 
-from gradweave.compat.eager import is_watched, saves_tensors_otherwise
+from gradweave.compat.eager import (
+    at_end_of_backward,
+    current_backward,
+    is_watched,
+    raw_stream,
+    saved_tensors_are_hooked,
+)
 from gradweave.optim import fused
 from gradweave.optim.addresses import Addresses
-from gradweave.optim.layouts import CONVOLUTION, TRANSPOSED
+from gradweave.optim.layouts import CONVOLUTION, LINEAR, TRANSPOSED
 from gradweave.optim.sum_tables import Together, is_aligned
 from gradweave.optim.sums import Launcher, Rows, is_narrow, launcher, rows_of, samples_first
 
@@ -58,85 +65,119 @@ class Plan:
         rows: Of its input.
         dtype: Of its input.
         waits: Whether its input can be added up with others.
-        add_inputs: Adds up an input by itself.
     """
 
     def __init__(self, tap: Tap, x: torch.Tensor, rows: Rows, form: Form, share: float, *, waits: bool) -> None:
         self.form, self.device, self.rows, self.dtype, self.waits = form, x.device, rows, x.dtype, waits
         narrow = is_narrow(rows, x, len(tap.layout.windows))
-        self.add_inputs = (samples_first if narrow else launcher)(rows, form.stretches)
+        self._add_inputs = (samples_first if narrow else launcher)(rows, form.stretches)
         self._share, self._layout = share, tap.layout
         self._add_outputs: dict[Any, Launcher] = {}
 
-    def add_outputs(self, gradient: torch.Tensor, samples: int | None, out: torch.Tensor) -> None:
-        """Adds up the gradient of an output."""
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """The sums of an input by itself."""
+        sums = _memory(self.form.stretches * self.form.columns, self.device)
+        with fused.on_device(self.device):
+            self._add_inputs(x, sums)
+        return sums
+
+    def outputs(self, gradient: torch.Tensor, samples: int | None) -> torch.Tensor:
+        """The sums of the gradient of an output."""
+        gradient = gradient.resolve_neg()
         key = (gradient.stride(), gradient.dtype)
         add = self._add_outputs.get(key)
         if add is None:
             rows = rows_of(gradient, self._layout, samples)
             if rows is None:
-                self.add_outputs(gradient.contiguous(), samples, out)
-                return
+                return self.outputs(gradient.contiguous(), samples)
             add = self._add_outputs[key] = launcher(rows, self.form.output_stretches, self._share)
+        sums = _memory(self.form.output_stretches * self.form.output_columns, self.device)
         with fused.on_device(self.device):
-            add(gradient, out)
+            add(gradient, sums)
+        return sums
 
 
-class Caught:
-    """One call of a layer; as the hook of its output, it counts when backward comes by."""
-
-    __slots__ = ("__weakref__", "inputs", "outputs", "plan", "start", "tap", "x")
-
-    def __init__(self, tap: Tap, plan: Plan, x: torch.Tensor | None) -> None:
-        self.tap, self.plan, self.x = tap, plan, x
-        self.inputs: torch.Tensor | None = None
-        self.outputs: torch.Tensor | None = None
-        self.start = 0
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        """In backward: adds up what has waited for it, and outputs if these are wanted; the step does the rest."""
-        tap, form, one = self.tap, self.plan.form, self
-        if self.x is not None:
-            tap.catcher.add_up_together()
-        if form.output_columns:
-            if self.outputs is not None:
-                one = Caught(tap, self.plan, None)
-                one.inputs, one.start = self.inputs, self.start
-            one.outputs = torch.empty(form.output_stretches * form.output_columns, device=self.plan.device)
-            self.plan.add_outputs(gradient, tap.output_count(gradient), one.outputs)
-        tap.caught.append(one)
-
-    def add_up(self) -> None:
-        """Adds up its input by itself."""
-        if self.x is not None:
-            self.inputs = torch.empty(self.plan.form.stretches * self.plan.form.columns, device=self.plan.device)
-            with fused.on_device(self.plan.device):
-                self.plan.add_inputs(self.x, self.inputs)
-            if fused.is_capturing(self.plan.device):
-                self.tap.catcher.keep(self.plan)
-            self.x = None
+def _memory(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.float32, device=device)
 
 
-def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Catches a call of a layer; False where kernels do not apply."""
+@dataclass
+class Sums:
+    """What one backward through a layer gave."""
+
+    tap: Tap
+    plan: Plan
+    inputs: torch.Tensor
+    start: int
+    outputs: torch.Tensor | None
+    stream: int
+
+
+class Waiting:
+    """The input of one call of a layer, until backward comes by."""
+
+    __slots__ = ("__weakref__", "found", "plan", "stream", "x")
+
+    def __init__(self, plan: Plan, x: torch.Tensor, stream: int) -> None:
+        self.plan, self.stream = plan, stream
+        self.x: torch.Tensor | None = x
+        self.found: tuple[torch.Tensor, int] | None = None
+
+
+class _Through(torch.autograd.Function):
+    """Lets an output pass, and counts a layer's sums in backward: as often as its weight gets a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, tap: Tap, plan: Plan, kept: torch.Tensor, waiting: Waiting | None
+    ) -> torch.Tensor:
+        """Keeps an input, or its sums, as long as autograd keeps what it needs."""
+        ctx.save_for_backward(kept)
+        ctx.tap, ctx.plan, ctx.waiting = tap, plan, waiting
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Adds up what has waited for this, and outputs if these are wanted."""
+        (kept,) = ctx.saved_tensors
+        tap, plan, waiting = ctx.tap, ctx.plan, ctx.waiting
+        with torch.no_grad():
+            inputs, start = kept, 0
+            if waiting is not None:
+                inputs, start = tap.catcher.sums_of(waiting) or (plan.inputs(kept), 0)
+            outputs = None
+            if plan.form.output_columns:
+                outputs = plan.outputs(gradient.detach(), tap.output_count(gradient))
+            tap.catcher.count(Sums(tap, plan, inputs, start, outputs, raw_stream(plan.device)))
+        return gradient, None, None, None, None
+
+
+def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+    """An output whose backward counts what a layer's vectors are made of; None where kernels do not apply."""
+    record = tap.record
     if type(x) not in _PLAIN or type(y) is not torch.Tensor or tap.masking.mask is not None or is_watched():
-        return False
+        return None
+    if record is None or record.device != x.device or record.dtype is not torch.float32 or x.is_neg():
+        return None
     key = (x.shape, x.stride(), x.dtype, x.device, y.shape, y.dtype)
     plan = tap.plans.get(key)
     if plan is None:
         plan = _new_plan(tap, x, y)
         if plan is None:
-            return False
+            return None
         if len(tap.plans) >= _MOST_SHAPES:
             tap.plans.clear()
         tap.plans[key] = plan
-    caught = Caught(tap, plan, x)
-    if plan.waits and not saves_tensors_otherwise():
-        tap.catcher.wait(caught)
+    if fused.is_capturing(plan.device):
+        tap.catcher.keep(plan)
+    kept, waiting = x.detach(), None
+    if plan.waits and not saved_tensors_are_hooked():
+        waiting = Waiting(plan, kept, raw_stream(plan.device))
+        tap.catcher.wait(waiting)
     else:
-        caught.add_up()
-    y.register_hook(caught)
-    return True
+        kept = plan.inputs(kept)
+    result: torch.Tensor = _Through.apply(y, tap, plan, kept, waiting)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
@@ -161,13 +202,22 @@ def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
         samples = x.shape[0] if x.dim() == len(windows) + 2 else 1
         count = reduce(mul, seen, min(samples, tap.catching.input_samples or samples))
     narrow = is_narrow(rows, x, len(windows))
-    waits = x.dtype == y.dtype and not narrow
+    waits = _is_kept_by_autograd(tap, x, y) and not narrow
     if waits:
         stretches = rows.stretches(_BESIDE_OTHERS)
     else:
         stretches = (replace(rows, count=rows.places) if narrow else rows).stretches()
     form = Form(stretches, rows.columns, output_stretches, output_columns, count)
     return Plan(tap, x, rows, form, tap.share_of(y), waits=waits)
+
+
+def _is_kept_by_autograd(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether what the weight's gradient is made of is the input itself, and not a copy of it."""
+    if x.dtype != y.dtype:
+        return False
+    if tap.layout.kind == LINEAR:
+        return x.dim() == 2 or (x.dim() > 2 and x.is_contiguous())
+    return all(window.mode == "zeros" and window.before == window.after for window in tap.layout.windows)
 
 
 @dataclass
@@ -177,15 +227,18 @@ class _Table:
     programs: torch.Tensor
     parts: torch.Tensor
     sums: Addresses
-    records: Addresses
+    records: list[torch.Tensor]
 
 
 class Catcher:
     """What the layers of one optimizer do together."""
 
     def __init__(self) -> None:
-        self._waiting: list[ref[Caught]] = []
+        self._lock = Lock()
+        self._waiting: list[ref[Waiting]] = []
         self._most = _MOST_SHAPES
+        self._counted: list[Sums] = []
+        self._ends: set[int] = set()
         self._together: dict[Any, Together] = {}
         self._tables: dict[Any, _Table] = {}
         self._in_graphs: dict[int, Any] = {}
@@ -194,76 +247,116 @@ class Catcher:
         """Keeps what a CUDA graph that is being captured will read whenever it is replayed."""
         self._in_graphs |= {id(one): one for one in used}
 
-    def wait(self, caught: Caught) -> None:
+    def wait(self, one: Waiting) -> None:
         """Has an input added up with others, unless its graph is thrown away."""
-        self._waiting.append(ref(caught))
-        if len(self._waiting) > self._most:
-            self._waiting = [one for one in self._waiting if one() is not None]
-            self._most = 2 * len(self._waiting) + _MOST_SHAPES
+        with self._lock:
+            self._waiting.append(ref(one))
+            if len(self._waiting) > self._most:
+                self._waiting = [other for other in self._waiting if other() is not None]
+                self._most = 2 * len(self._waiting) + _MOST_SHAPES
 
-    def add_up_together(self) -> None:
-        """Adds up all inputs that wait."""
-        waiting, self._waiting = self._waiting, []
-        by_device: dict[torch.device, list[Caught]] = {}
-        for reference in waiting:
-            one = reference()
-            if one is not None and one.x is not None:
-                by_device.setdefault(one.plan.device, []).append(one)
-        for device, members in by_device.items():
-            with fused.on_device(device):
-                self._add_up(members, device)
+    def sums_of(self, one: Waiting) -> tuple[torch.Tensor, int] | None:
+        """The sums of an input that has waited, with all that wait on its stream; None if they were taken before."""
+        if one.x is not None:
+            with self._lock:
+                alive = [other for reference in self._waiting if (other := reference()) is not None]
+                here = (one.plan.device, one.stream)
+                members = [other for other in alive if (other.plan.device, other.stream) == here]
+                self._waiting = [ref(other) for other in alive if (other.plan.device, other.stream) != here]
+            if one in members:
+                with fused.on_device(one.plan.device):
+                    self._add_up(members, one.plan.device)
+            one.x = None
+        found, one.found = one.found, None
+        return found
 
-    def _add_up(self, members: Sequence[Caught], device: torch.device) -> None:
+    def _add_up(self, members: Sequence[Waiting], device: torch.device) -> None:
         inputs = [one.x for one in members if one.x is not None]
-        pairs = zip(members, inputs, strict=True)
-        key = tuple((one.plan, is_aligned(one.plan.rows, x)) for one, x in pairs)
+        key = tuple((one.plan, is_aligned(one.plan.rows, x)) for one, x in zip(members, inputs, strict=True))
         together = self._together.get(key)
-        if fused.is_capturing(device):
-            self.keep(together, *(one.plan for one in members))
+        capturing = fused.is_capturing(device)
+        if together is None and capturing:
+            for one, x in zip(members, inputs, strict=True):
+                one.found, one.x = (one.plan.inputs(x), 0), None
+            return
         if together is None:
-            if fused.is_capturing(device):
-                for one in members:
-                    one.add_up()
-                return
             shapes = [(plan.rows, plan.dtype, plan.form.stretches, aligned) for plan, aligned in key]
             together = _remember(self._together, key, Together(shapes, device))
-        memory = torch.empty(together.size, device=device)
+        if capturing:
+            self.keep(together)
+        memory = _memory(together.size, device)
         together.add_up(inputs, memory)
         for one, start in zip(members, together.starts, strict=True):
-            one.inputs, one.start, one.x = memory, start, None
+            one.found, one.x = (memory, start), None
 
-    def settle(self, taps: Sequence[Tap]) -> None:
+    def count(self, sums: Sums) -> None:
+        """Has sums added to their layer's record when the backward that is running is through."""
+        backward = current_backward()
+        with self._lock:
+            self._counted.append(sums)
+            is_new = backward not in self._ends
+            if is_new:
+                self._ends = {backward}
+        if is_new:
+            at_end_of_backward(self._settle)
+
+    def forget(self) -> None:
+        """Drops what a backward that has failed left behind."""
+        self._counted.clear()
+
+    def _settle(self) -> None:
         """Adds what layers have caught to their records; mostly that is one launch."""
-        if torch.compiler.is_compiling():
-            return
-        while ready := [tap for tap in taps if tap.caught and tap.record is not None]:
-            by_device: dict[torch.device, list[Caught]] = {}
-            for tap in ready:
-                one = tap.caught.pop(0)
-                by_device.setdefault(one.plan.device, []).append(one)
+        with self._lock:
+            counted, self._counted, self._ends = self._counted, [], set()
+        while counted:
+            by_tap: dict[int, Sums] = {}
+            later = [one for one in counted if by_tap.setdefault(id(one.tap), one) is not one]
+            by_device: dict[torch.device, list[Sums]] = {}
+            for one in by_tap.values():
+                if one.tap.record is not None:
+                    by_device.setdefault(one.plan.device, []).append(one)
+            counted = later
             for device, members in by_device.items():
                 with fused.on_device(device):
+                    _wait_for_streams(members, device)
                     self._add_to_records(members, device)
 
-    def _add_to_records(self, members: Sequence[Caught], device: torch.device) -> None:
+    def _add_to_records(self, members: Sequence[Sums], device: torch.device) -> None:
         capturing = fused.is_capturing(device)
-        key = (device, tuple(one.plan.form for one in members))
+        records = [one.tap.record for one in members if one.tap.record is not None]
+        key = (device, tuple((one.plan.form, record.data_ptr()) for one, record in zip(members, records, strict=True)))
         table = self._tables.get(key)
+        if table is None and capturing:
+            for one, record in zip(members, records, strict=True):
+                _add_without_kernel(one, record)
+            return
+        if table is None:
+            forms = [one.plan.form for one in members]
+            table = _remember(self._tables, key, _new_table(forms, records, device))
         if capturing:
             self.keep(table)
-        if table is None:
-            if capturing:
-                for one in members:
-                    _add_without_kernel(one)
-                return
-            table = _remember(self._tables, key, _new_table(key[1], device))
         kernels, flat = (import_module(f"gradweave.optim.{name}") for name in ("sum_kernels", "flat_kernels"))
         sums = [address for one in members for address in _addresses(one)]
-        records = [one.tap.record.data_ptr() for one in members]  # type: ignore[union-attr]
         kernels.add_to_records[len(table.programs),](
             table.programs, table.parts, table.sums.holding(sums, flat, capturing=capturing, moves=True),
-            table.records.holding(records, flat, capturing=capturing, moves=False), _AT_ONCE, _COLUMNS,
+            _AT_ONCE, _COLUMNS,
         )  # fmt: skip
+
+
+def _wait_for_streams(members: Sequence[Sums], device: torch.device) -> None:
+    """Has this stream wait for those that sums were made on."""
+    here = raw_stream(device)
+    elsewhere = [one for one in members if one.stream != here]
+    if not elsewhere:
+        return
+    stream = torch.cuda.current_stream(device)
+    for number in {one.stream for one in elsewhere}:
+        other = torch.cuda.ExternalStream(number, device) if number else torch.cuda.default_stream(device)
+        stream.wait_stream(other)
+    for one in elsewhere if not fused.is_capturing(device) else ():
+        one.inputs.record_stream(stream)
+        if one.outputs is not None:
+            one.outputs.record_stream(stream)
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> Any:
@@ -273,30 +366,28 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> Any:
     return value
 
 
-def _addresses(one: Caught) -> tuple[int, int]:
+def _addresses(one: Sums) -> tuple[int, int]:
     """Of the sums of inputs and of outputs."""
-    inputs = 0 if one.inputs is None else one.inputs.data_ptr() + 4 * one.start
-    return inputs, 0 if one.outputs is None else one.outputs.data_ptr()
+    return one.inputs.data_ptr() + 4 * one.start, 0 if one.outputs is None else one.outputs.data_ptr()
 
 
-def _new_table(forms: Sequence[Form], device: torch.device) -> _Table:
+def _new_table(forms: Sequence[Form], records: Sequence[torch.Tensor], device: torch.device) -> _Table:
     parts: list[list[int]] = []
     programs: list[list[int]] = []
-    for layer, form in enumerate(forms):
-        inputs = [2 * layer, layer, form.stretches, form.columns, 0, form.count, form.columns, 0]
-        outputs = [2 * layer + 1, layer, form.output_stretches, form.output_columns, form.columns + 1, 0, 0, 0]
+    for layer, (form, record) in enumerate(zip(forms, records, strict=True)):
+        at = record.data_ptr()
+        inputs = [2 * layer, at, form.stretches, form.columns, 0, form.count, form.columns, 0]
+        outputs = [2 * layer + 1, at, form.output_stretches, form.output_columns, form.columns + 1, 0, 0, 0]
         for part in (inputs, outputs):
             programs += [[len(parts), first] for first in range(0, part[3], _COLUMNS)]
             parts.append(part)
     there = [torch.tensor(rows, dtype=torch.int64).to(device) for rows in (programs, parts)]
-    return _Table(there[0], there[1], Addresses(2 * len(forms), device), Addresses(len(forms), device))
+    return _Table(there[0], there[1], Addresses(2 * len(forms), device), list(records))
 
 
-def _add_without_kernel(one: Caught) -> None:
-    """The same by torch's operations, for a graph that is captured before a step like it has run."""
-    form, record = one.plan.form, one.tap.record
-    if record is None or one.inputs is None:
-        return
+def _add_without_kernel(one: Sums, record: torch.Tensor) -> None:
+    """The same by torch's operations, for a graph that is captured before a backward like it has run."""
+    form = one.plan.form
     inputs = one.inputs[one.start : one.start + form.stretches * form.columns]
     record[: form.columns].add_(inputs.view(form.stretches, form.columns).sum(0))
     record[form.columns].add_(form.count)

@@ -71,14 +71,9 @@ class Capture:
             )  # fmt: skip
         self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
 
-    def settle(self) -> None:
-        """Adds what was caught to records."""
-        self._catcher.settle([layer.tap for layer in self.layers])
-
     def forget(self) -> None:
-        """Drops what was caught."""
-        for layer in self.layers:
-            layer.tap.caught.clear()
+        """Drops what a backward that has failed left behind."""
+        self._catcher.forget()
 
     def remove(self) -> None:
         """Takes the taps off the model."""

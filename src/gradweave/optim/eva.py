@@ -87,22 +87,12 @@ class _CapturedVectors(VectorOptimizer):
         if "defaults" in vars(self) and "state" in vars(self):
             self._attach()
 
-    def state_dict(self) -> dict[str, Any]:
-        """As any optimizer's, with what was caught since the last step."""
-        self.settle()
-        return super().state_dict()
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` gave; vectors keep their precision."""
         super().load_state_dict(state_dict)
         if "_capture" in vars(self):
             self._capture.forget()
         self._attach()
-
-    def settle(self) -> None:
-        """Adds what was caught since to records."""
-        if "_capture" in vars(self):
-            self._capture.settle()
 
     def _attach(self) -> None:
         """Gives records to layers whose weights have none, and their records to the hooks."""

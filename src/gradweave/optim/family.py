@@ -101,9 +101,6 @@ class VectorOptimizer(Optimizer):
             norm: torch.Tensor = torch.linalg.vector_norm(weight, dtype=wide_dtype(weight))
             layer.state["size"] = norm.clamp_min(0.1 * weight.shape[0] ** 0.5).view(1)
 
-    def settle(self) -> None:
-        """Before a step: brings what was caught to where the step reads it."""
-
     def begin_step(self) -> None:
         """Before anything of a step is computed."""
 
@@ -177,7 +174,6 @@ class VectorOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._refuse_parts()
-        self.settle()
         layers, others = self._gather()
         if layers or others:
             with _no_autocast(_device_of(layers, others)):
@@ -194,7 +190,6 @@ class VectorOptimizer(Optimizer):
             What updates some of the parameters, with hyperparameters and gradients as they are now; for
             :func:`gradweave.fuse`, which has that done when they are needed.
         """
-        self.settle()
         groups = self.param_groups
         self.param_groups = [{key: _as_now(value) for key, value in group.items()} for group in groups]
         try:

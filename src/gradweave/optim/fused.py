@@ -158,7 +158,7 @@ class FusedStep:
             sizes |= {"flat_fixed": 4 * len(flats), "flat_gradients": len(flats)}
             addresses = {name: Addresses(size, device) for name, size in sizes.items()}
             self._forget()
-            plan = self.plans[key] = _Plan(tables, addresses, torch.ones(1, device=device))
+            plan = self.plans[key] = _Plan(tables, addresses, torch.ones(1, dtype=torch.float32, device=device))
         return plan
 
     def _forget(self) -> None:
@@ -199,7 +199,7 @@ class _Step:
             "layer_numbers": 8 * counts["layers"],
         }
         padded = [-(-max(size, 1) // _ROOM) * _ROOM for size in room.values()]
-        parts = torch.empty(sum(padded), device=plan.one.device).split(padded)
+        parts = torch.empty(sum(padded), dtype=torch.float32, device=plan.one.device).split(padded)
         self.room = dict(zip(room, parts, strict=True))
         self.at = {
             name: plan.addresses[name].holding(
@@ -212,7 +212,7 @@ class _Step:
         """All launches of the step."""
         counts = self.plan.tables.count_of
         first_chunk = -(-counts["layers"] // _ROOM) * _ROOM
-        squares = torch.zeros(first_chunk + counts["chunks"], device=self.plan.one.device)
+        squares = torch.zeros(first_chunk + counts["chunks"], dtype=torch.float32, device=self.plan.one.device)
         self._make_vectors()
         self._measure(squares, squares[first_chunk:])
         keep = self.optimizer._may_step([squares.to(torch.float64).sum()])

@@ -51,7 +51,7 @@ def gradients_are_plain(layers: list[Layer], others: list[Other], addresses: dic
     pairs: list[tuple[Any, Any]] = [(layer.weight, layer.grad) for layer in layers]
     pairs += [(layer.bias, layer.bias_grad) for layer in layers if layer.bias is not None]
     pairs += [(p, p.grad) for p, _ in others]
-    return all(g.dtype == torch.float32 and g.stride() == p.stride() for p, g in pairs)
+    return all(type(g) is torch.Tensor and g.dtype == torch.float32 and g.stride() == p.stride() for p, g in pairs)
 
 
 def layer_shape(layer: Layer, groups: dict[int, dict[str, Any]], device: torch.device) -> LayerShape:

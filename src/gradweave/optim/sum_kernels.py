@@ -57,7 +57,7 @@ def sum_one(
     stretch = tl.program_id(1)
     first = stretch * rows_each
     end = tl.minimum(first + rows_each, rows)
-    channel = tl.program_id(0) * block_channels + tl.arange(0, block_channels)
+    channel = (tl.program_id(0) * block_channels + tl.arange(0, block_channels)).to(tl.int64)
     present = channel < channels
     if counted:
         tap = tl.arange(0, padded_taps)
@@ -129,13 +129,13 @@ def sum_many(
 
 
 @triton.jit
-def add_to_records(programs, parts, caught, records, at_once: tl.constexpr, block: tl.constexpr):
+def add_to_records(programs, parts, caught, at_once: tl.constexpr, block: tl.constexpr):
     """Adds stretches up, and to the records of their layers: each program some columns of one sum."""
     number = tl.program_id(0)
     part = parts + tl.load(programs + number * 2) * 8
     first = tl.load(programs + number * 2 + 1).to(tl.int32)
     source = tl.load(caught + tl.load(part)).to(tl.pointer_type(tl.float32))
-    record = tl.load(records + tl.load(part + 1)).to(tl.pointer_type(tl.float32))
+    record = tl.load(part + 1).to(tl.pointer_type(tl.float32))
     stretches = tl.load(part + 2).to(tl.int32)
     columns = tl.load(part + 3).to(tl.int32)
     begin = tl.load(part + 4)

@@ -27,6 +27,9 @@ _FEWEST_ROWS = 64
 _MOST_TAPS = 64
 _MOST_COUNTS = 1 << 23
 _TILE = 8192
+_MOST_ROWS = (1 << 31) - _TILE
+_EXACT = 256
+"""Up to here whole numbers are exact in bfloat16."""
 _NARROW = 16
 
 
@@ -111,7 +114,7 @@ def rows_of(x: torch.Tensor, layout: Layout, samples: int | None, windows: Seque
             sizes[index], strides[index] = window.places(sizes[index]), strides[index] * window.stride
     lines = _lines(sizes[1:], strides[1:])
     places = reduce(mul, sizes[1:], 1)
-    if lines is None or not 0 < sample_count * places < 1 << 31:
+    if lines is None or not 0 < sample_count * places < _MOST_ROWS:
         return None
     width, line_stride, place_stride = lines
     strides_of = (strides[0], line_stride, place_stride, channel_stride)
@@ -121,7 +124,10 @@ def rows_of(x: torch.Tensor, layout: Layout, samples: int | None, windows: Seque
     taps = reduce(mul, (window.kernel for window in windows), 1)
     if taps > _MOST_TAPS or taps * places > _MOST_COUNTS or fused.is_capturing(x.device):
         return None
-    return replace(rows, taps=taps, counts=_counts(windows, sizes[1:], x))
+    counts = _counts(windows, sizes[1:])
+    if counts.max() > _EXACT:
+        return None
+    return replace(rows, taps=taps, counts=counts.to(x.device, x.dtype))
 
 
 def _lines(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int] | None:
@@ -141,12 +147,12 @@ def _lines(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]
     return width, line_stride, place_stride
 
 
-def _counts(windows: Sequence[Window], sizes: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+def _counts(windows: Sequence[Window], sizes: Sequence[int]) -> torch.Tensor:
     """How often each tap sees each place: taps by places."""
-    whole = torch.ones(1, 1, device=x.device)
+    whole = torch.ones(1, 1, dtype=torch.float32)
     for window, size in zip(windows, sizes, strict=True):
         whole = torch.kron(whole, window.counts(size, window.places(size), whole))
-    return whole.to(x.dtype).contiguous()
+    return whole.contiguous()
 
 
 def launcher(rows: Rows, stretches: int, factor: float = 1.0) -> Launcher:
@@ -190,7 +196,7 @@ def samples_first(rows: Rows, stretches: int) -> Launcher:
     add_places = launcher(one, stretches)
 
     def add(x: torch.Tensor, out: torch.Tensor) -> None:
-        image = torch.empty(size, device=x.device)
+        image = torch.empty(size, dtype=torch.float32, device=x.device)
         add_samples(x, image)
         add_places(image, out)
 
