@@ -28,6 +28,9 @@ NO_BACKWARD = -1
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses' ``__torch_function__`` is not consulted."""
 
+no_torch_function_modes = torch._C.DisableTorchFunction
+"""Context in which neither subclasses' nor modes' ``__torch_function__`` is consulted."""
+
 
 def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
     """The update of an optimizer's class, without the step hooks that torch wraps around it."""

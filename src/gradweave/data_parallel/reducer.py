@@ -60,6 +60,11 @@ class Message:
         """Whether it was sent and nobody has waited for it."""
         return self._work is not None
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nobody would have to wait for it."""
+        return self._work is None or self._work.is_completed()
+
     def put(self, place: int, share: float) -> None:
         """Takes a parameter's gradient in, times this rank's share of the average."""
         grad = self.params[place].grad
@@ -202,6 +207,10 @@ class Reducer:
         for message in {id(p): self._message_of[id(p)] for p in params}.values():
             message.wait()
 
+    def message_of(self, p: nn.Parameter) -> Message:
+        """What a parameter's gradient travels in."""
+        return self._message_of[id(p)]
+
     def check_ended(self) -> None:
         """Raises if the last backward did not come to its end: ranks would be a step apart from here on."""
         if self._backward != NO_BACKWARD and current_backward() == NO_BACKWARD:
@@ -256,6 +265,10 @@ class Reducer:
 
 class _Done:
     """The work of a rank that is alone."""
+
+    def is_completed(self) -> bool:
+        """It always is."""
+        return True
 
     def wait(self) -> None:
         """There is nothing to wait for."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat.eager import no_torch_function
+from gradweave.compat.eager import no_torch_function, no_torch_function_modes
 from gradweave.data_parallel.gradients import is_pending, pending_class
 from gradweave.data_parallel.reducer import Reducer
 from gradweave.fusion.buckets import Bucket
@@ -28,6 +28,7 @@ class AveragedUpdates(ForwardEngine):
     def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: Reducer) -> None:
         super().__init__(model, optimizer, NormTracker(enabled=False))
         self._reducer = reducer
+        self._shown_classes: dict[int, type[torch.Tensor]] = {}
 
     def resolve(self, p: nn.Parameter) -> None:
         """Brings a parameter up to date if its update is pending."""
@@ -45,23 +46,41 @@ class AveragedUpdates(ForwardEngine):
         """As in forward-fusion, but gradients can still be seen."""
         super().before_step(is_last)
         for update in self._pending.values():
-            shown_class = pending_class(partial(partial, self._show, update.bucket.number))
+            shown_class = self._shown_class(update.bucket.number)
             for p, grad in zip(update.bucket.params, update.grads, strict=True):
                 with no_torch_function():
                     shown = grad.view_as(grad)
                 shown.__class__ = shown_class
                 p.grad = shown
 
+    def _shown_class(self, number: int) -> type[torch.Tensor]:
+        if number not in self._shown_classes:
+            self._shown_classes[number] = pending_class(partial(partial, self._show, number))
+        return self._shown_classes[number]
+
     def _show(self, number: int) -> None:
         if number in self._pending:
             self._resolve(self._pending[number])
 
     def _make_visible(self, update: Any) -> None:
-        shown = [p.grad for p in update.bucket.params]
-        super()._make_visible(update)
-        for grad in shown:
-            if is_pending(grad):
-                grad.__class__ = torch.Tensor
+        """Uses the time until gradients arrive for updates whose gradients have arrived."""
+        if update.event is None and not self._has_arrived(update):
+            for other in [other for other in self._pending.values() if self._has_arrived(other)]:
+                self._show_update(other)
+                if self._has_arrived(update):
+                    break
+        self._show_update(update)
+
+    def _has_arrived(self, update: Any) -> bool:
+        return self._reducer.message_of(update.bucket.params[0]).has_arrived
+
+    def _show_update(self, update: Any) -> None:
+        with no_torch_function_modes():  # a forward that holds gradients back looks at every function called in it
+            shown = [p.grad for p in update.bucket.params]
+            super()._make_visible(update)
+            for grad in shown:
+                if is_pending(grad):
+                    grad.__class__ = torch.Tensor
 
     def _learned(self, params: list[nn.Parameter]) -> None:
         super()._learned(params)

@@ -25,8 +25,11 @@ _Spans = defaultdict[tuple[Kind, int], list[tuple[Any, Any]]]
 """From when to when each task of a step ran."""
 _SMALL, _LARGE = 1 << 10, 1 << 20
 """Elements of the messages that a link is measured with."""
-_SMALL_REPEATS, _LARGE_REPEATS = 20, 6
-"""How often: what delays a message now and then must not count, and small ones are soon sent."""
+_SMALL_AT_ONCE = 8
+_REPEATS = 5
+"""How often: what delays a message now and then must not count."""
+_MATRIX, _PRODUCTS = 96, 100
+"""Of the computation that messages disturb: a product takes some tens of microseconds."""
 
 
 class _Moments:
@@ -173,34 +176,61 @@ class StepWatch:
 def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     """What averaging over a group takes per message and per byte, the same on all ranks.
 
-    On a CPU also what it takes of the cores that compute: to send, receive and sum up, and to copy gradients to the
-    message and averages back.
+    Messages are under way at the same time, as those of a step are. On a CPU also what they take of the cores that
+    compute: by how much a computation beside them falls behind, and what it takes to copy gradients to the message
+    and averages back.
     """
     ranks = dist.get_world_size(group)
     wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
-    def seconds(elements: int, repeats: int) -> tuple[float, float]:
-        gradients, message = torch.zeros(elements, device=device), torch.zeros(elements, device=device)
-        spent, of_cores = [], []
-        for _ in range(repeats + 1):
-            busy = time.process_time()
-            message.copy_(gradients)
+    def seconds(elements: int, at_once: int) -> float:
+        """Of one message, of several that are under way together."""
+        messages = [torch.zeros(elements, device=device) for _ in range(at_once)]
+        spent = []
+        for _ in range(_REPEATS + 1):
             wait()
             began = time.perf_counter()
-            dist.all_reduce(message, group=group)
+            for work in [dist.all_reduce(message, group=group, async_op=True) for message in messages]:
+                work.wait()
             wait()
-            spent.append(time.perf_counter() - began)
-            gradients.copy_(message.div_(ranks))
-            of_cores.append(time.process_time() - busy)
-        return median(spent[1:]), sum(of_cores[1:]) / repeats
+            spent.append((time.perf_counter() - began) / at_once)
+        return median(spent[1:])
 
-    (small, small_busy), (large, large_busy) = seconds(_SMALL, _SMALL_REPEATS), seconds(_LARGE, _LARGE_REPEATS)
-    busy = large_busy - small_busy if device.type == "cpu" else 0.0
+    small, large = seconds(_SMALL, _SMALL_AT_ONCE), seconds(_LARGE, 1)
+    busy = _lost_beside_messages(group) if device.type == "cpu" else 0.0
     times = torch.tensor([small, large, busy], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     small, large, busy = times.tolist()
-    size = 4 * (_LARGE - _SMALL)
-    per_byte = max(large - small, 1e-9) / size
+    per_byte = max(large - small, 1e-9) / (4 * (_LARGE - _SMALL))
     unit = Link(1.0, 0.0).all_reduce_seconds(1, ranks)
     depth = Link(math.inf, 1.0).all_reduce_seconds(0, ranks)
-    return Link(unit / per_byte, max(small - 4 * _SMALL * per_byte, 0.0) / depth, max(busy, 0.0) / size)
+    return Link(unit / per_byte, max(small - 4 * _SMALL * per_byte, 0.0) / depth, busy)
+
+
+def _lost_beside_messages(group: dist.ProcessGroup | None) -> float:
+    """Seconds of computation that a byte of a message costs, in whichever process or kernel that is spent."""
+    matrix = torch.ones(_MATRIX, _MATRIX)
+
+    def products(until: Callable[[int], bool]) -> tuple[int, float]:
+        done, began = 0, time.perf_counter()
+        while not until(done):
+            torch.mm(matrix, matrix)
+            done += 1
+        return done, time.perf_counter() - began
+
+    products(lambda done: done >= _PRODUCTS)
+    lost = []
+    for _ in range(_REPEATS):
+        gradients, message = torch.zeros(_LARGE), torch.zeros(_LARGE)
+        dist.barrier(group=group)
+        alone = min(products(lambda done: done >= _PRODUCTS)[1] for _ in range(3)) / _PRODUCTS
+        began = time.perf_counter()
+        message.copy_(gradients)
+        copying = time.perf_counter() - began
+        work = dist.all_reduce(message, group=group, async_op=True)
+        done, spent = products(lambda _, work=work: work.is_completed())  # type: ignore[misc]
+        work.wait()
+        began = time.perf_counter()
+        gradients.copy_(message)
+        lost.append(max(spent - done * alone, 0.0) + copying + time.perf_counter() - began)
+    return median(lost) / (4 * _LARGE)
