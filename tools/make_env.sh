@@ -47,13 +47,15 @@ else
   "${pip[@]}" torch || give_up
 fi
 
-# Everything but torch, which is settled; then the package itself, without asking for it again.
+# Everything but torch, which is settled, and the Triton that came with it; then the package itself, without asking again.
 mapfile -t needed < <("$directory/bin/python" - <<'LIST'
 import tomllib
+from importlib.util import find_spec
 
+settled = ("torch", "triton") if find_spec("triton") else ("torch",)
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 for requirement in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
-    if not requirement.startswith("torch"):
+    if not requirement.startswith(settled):
         print(requirement)
 LIST
 )

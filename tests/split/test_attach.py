@@ -73,6 +73,90 @@ def test_a_convolutional_network(device):
     assert all(torch.equal(a, b) for a, b in zip(gradients(True), gradients(False), strict=True))
 
 
+def attention_losses(device, attach):
+    """Training of torch's own transformer, encoder and decoder: attention to itself and to another."""
+    torch.manual_seed(0)
+    model = nn.Transformer(16, 2, 1, 2, 24, dropout=0.0, batch_first=True).to(device)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(2, 5, 16, device=device), torch.randn(2, 3, 16, device=device)
+    handles, losses = attach(model, optimizer, (x, y)), []
+    for _ in range(4):
+        loss = model(x, y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    for handle in handles:
+        handle.detach()
+    return torch.stack(losses), model
+
+
+@devices
+@pytest.mark.parametrize("way", ["side_stream", "joint", "backward", "forward", "cross_step"])
+def test_torch_transformers(device, way):
+    def attach(model, optimizer, batch):
+        if way == "side_stream":
+            return [reorder(model, way)]
+        if way in ("backward", "forward"):
+            return [gradweave.fuse(model, optimizer, mode=way), reorder(model, "side_stream")][::-1]
+        costs = measure_costs(model, lambda m, x, y: m(x, y).square().mean(), optimizer, batch, rounds=1)
+        assert {"encoder.layers.0.self_attn", "decoder.layers.1.self_attn"} <= {layer.name for layer in costs.layers}
+        fusions = [gradweave.fuse(model, optimizer, mode="forward")] if way == "cross_step" else []
+        return [reorder(model, way, costs=costs), *fusions]
+
+    losses, model = attention_losses(device, attach)
+    expected, stock = attention_losses(device, lambda *_: [])
+    assert torch.equal(losses, expected)
+    assert same_weights(model, stock)
+
+
+def test_attaching_computes_no_parametrized_weight():
+    model = nn.utils.parametrizations.spectral_norm(nn.MultiheadAttention(8, 2), "in_proj_weight")
+    vector = model.parametrizations.in_proj_weight[0]._u
+    before = vector.clone()
+    with reorder(model, "side_stream"):
+        assert torch.equal(vector, before)
+
+
+def test_an_attention_without_a_joint_projection():
+    class Own(nn.MultiheadAttention):
+        def __init__(self):
+            super().__init__(8, 2)
+            del self.in_proj_weight
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            return self.qkv(x)
+
+    with reorder(Own(), "side_stream") as handle:
+        handle._layers[0].module(torch.ones(1, 8))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_evaluation_takes_the_fast_ways_of_torch():
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, mask = torch.randn(2, 6, 16), torch.zeros(2, 6, dtype=torch.bool)
+    mask[0, 4:] = True
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=mask)
+        with reorder(model, "side_stream"):
+            assert torch.equal(model(x, src_key_padding_mask=mask), expected)
+
+
+def test_gradients_of_attention_projections_come_last():
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    came = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
+    x = torch.randn(2, 5, 8, requires_grad=True)
+    x.register_hook(lambda _: came.append("input"))
+    with reorder(model, "side_stream"):
+        model(x).square().sum().backward()
+    last = came[came.index("input") + 1 :]
+    assert {"self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight"} <= set(last)
+
+
 def test_gradients_are_all_there_when_backward_returns():
     def each(model):
         assert all(p.grad is not None for p in model.parameters())

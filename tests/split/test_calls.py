@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from gradweave.split.calls import SplitCalls
@@ -115,16 +116,73 @@ def test_linear_of_any_layout(inputs, outputs, rows, transposed, bias, budget):
     check(model, torch.randn(2, inputs, rows).transpose(1, 2) if transposed else torch.randn(2, rows, inputs))
 
 
-def test_attention():
-    class Attends(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+class Attends(nn.Module):
+    def __init__(self, ways):
+        super().__init__()
+        sizes = {"kdim": 6, "vdim": 6} if ways == "of other widths" else {}
+        self.ways = ways
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, bias=ways != "without biases", **sizes)
 
-        def forward(self, x):
-            return self.attention(x, x, x, need_weights=False)[0]
+    def forward(self, x):
+        x = x + 1
+        other = {"to itself": x, "of other widths": x[..., :6]}.get(self.ways, x * 2)
+        weights = self.ways == "with its weights"
+        return self.attention(x, other, other, need_weights=weights, attn_mask=torch.ones(5, 5).tril() == 0)[0]
 
-    check(Attends(), torch.randn(2, 5, 8))
+
+@ways
+@precisions
+@pytest.mark.parametrize("what", ["to itself", "to another", "of other widths", "with its weights", "without biases"])
+def test_attention(what, autocast, delayed, budget, monkeypatch):
+    model, left = Attends(what), []
+    monkeypatch.setattr(
+        Pending, "leave", lambda self, task, leave=Pending.leave: (left.append(self), leave(self, task))
+    )
+    check(model, torch.randn(2, 5, 8), autocast=autocast, delayed=delayed, budget=budget)
+    projections = {"to itself": 2, "of other widths": 1 if autocast else 4}.get(what, 3)
+    assert len(left) == projections
+
+
+class AttendsTwice(nn.Module):
+    """To latents that are a leaf, with weights that are used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(4, 11, 24))
+        self.attention = nn.MultiheadAttention(32, 4, kdim=24, vdim=24, batch_first=True)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.attention(x, self.latents, self.latents, need_weights=False)[0]
+        return x
+
+
+@precisions
+def test_attention_twice_to_a_leaf(autocast):
+    check(AttendsTwice(), torch.randn(4, 9, 32), autocast=autocast)
+
+
+def test_attention_is_made_of_what_torch_is_made_of_now(monkeypatch):
+    model, x, seen = nn.MultiheadAttention(8, 2), torch.randn(5, 3, 8), []
+    real = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: (seen.append(1), real(*a, **k))[1])
+    with SplitCalls(WeightGradientQueue(InLine())):
+        model(x, x, x, need_weights=False)
+    assert seen
+
+
+def test_attention_that_another_mode_looks_at_is_not_taken_apart():
+    class Mine(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.seen += func is F.multi_head_attention_forward
+            return func(*args, **(kwargs or {}))
+
+    model, x = nn.MultiheadAttention(8, 2), torch.randn(5, 3, 8)
+    with Mine() as mode, SplitCalls(WeightGradientQueue(InLine())):
+        model(x, x, x)[0].sum().backward()
+    assert mode.seen == 1
 
 
 class Tied(nn.Module):

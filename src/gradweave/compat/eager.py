@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -28,8 +30,28 @@ NO_BACKWARD = -1
 no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses' ``__torch_function__`` is not consulted."""
 
-no_torch_function_modes = torch._C.DisableTorchFunction
-"""Context in which neither subclasses' nor modes' ``__torch_function__`` is consulted."""
+
+def other_function_modes() -> int:
+    """How many modes besides the one that is being asked want to see torch's functions."""
+    return int(torch._C._len_torch_function_stack())
+
+
+def without_function_mode(kind: type[TorchFunctionMode]) -> AbstractContextManager[Any]:
+    """Context in which the innermost mode is left, if it is one of a kind; all others stay."""
+    innermost = torch.overrides._get_current_function_mode()
+    return torch.overrides._pop_mode_temporarily() if isinstance(innermost, kind) else nullcontext()
+
+
+def part_by_part(function: FunctionType) -> FunctionType:
+    """A function of ``torch.nn.functional`` that asks nobody whether to run it, so that the ones it calls are asked.
+
+    Its own first lines would hand it to a mode as a whole, which is left for as long as it runs. Other names are what
+    they are now: make it anew for each call.
+    """
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:

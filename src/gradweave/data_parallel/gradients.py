@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gradweave.compat.eager import no_torch_function
+from gradweave.errors import GradweaveError
 from gradweave.fusion.pending import METADATA
 
 
@@ -36,6 +37,8 @@ def pending_class(find_wait: Callable[[], Callable[[], None] | None]) -> type[to
                     return func(*args, **kwargs)
             for gradient in _pending((args, kwargs)):
                 gradient._wait()
+                if is_pending(gradient):
+                    raise GradweaveError("a gradient was kept that was never averaged: its update was given up")
             return func(*args, **kwargs)
 
         _wait = staticmethod(wait)

@@ -17,6 +17,7 @@ from gradweave.split.queue import WeightGradientQueue
 _WITH_WEIGHTS = {
     functional.linear, functional.conv1d, functional.conv2d, functional.conv3d,
     functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d,
+    functional.multi_head_attention_forward,
 }  # fmt: skip
 
 

@@ -47,8 +47,16 @@ class UseOrder:
         self._used[self._number[id(module)]] = None
 
     def numbers(self) -> list[int]:
-        """All layers, by number: first those that ran, in the order in which they did."""
-        return list(dict.fromkeys([*self._used, *range(len(self._owners))]))
+        """All layers, by number, in the order in which they ran.
+
+        One that did not run comes behind the one that the model has before it: so do weights of a module that are used
+        without it, as by an attention whose output projection is its child.
+        """
+        ordered = list(self._used)
+        for number in range(len(self._owners)):
+            if number not in self._used:
+                ordered.insert(ordered.index(number - 1) + 1 if number else 0, number)
+        return ordered
 
     def close(self) -> None:
         """Notes no more."""

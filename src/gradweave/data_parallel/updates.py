@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat.eager import no_torch_function, no_torch_function_modes
-from gradweave.data_parallel.gradients import is_pending, pending_class
+from gradweave.compat.eager import no_torch_function, without_function_mode
+from gradweave.data_parallel.gradients import pending_class
+from gradweave.data_parallel.held_back import HeldBack
 from gradweave.data_parallel.reducer import Reducer
 from gradweave.fusion.buckets import Bucket
 from gradweave.fusion.forward import ForwardEngine
@@ -29,6 +30,7 @@ class AveragedUpdates(ForwardEngine):
         super().__init__(model, optimizer, NormTracker(enabled=False))
         self._reducer = reducer
         self._shown_classes: dict[int, type[torch.Tensor]] = {}
+        self._shown: dict[int, list[torch.Tensor]] = {}
 
     def resolve(self, p: nn.Parameter) -> None:
         """Brings a parameter up to date if its update is pending."""
@@ -38,7 +40,10 @@ class AveragedUpdates(ForwardEngine):
         """Forgets what is pending: weights stay as they are, and the optimizer's state."""
         for update in self._pending.values():
             restore(update.bucket.params, self._guards)
+            for p in update.bucket.params:
+                p.grad = None
         self._pending.clear()
+        self._shown.clear()
         if self._state is not None:
             self.optimizer.state, self._state = self._state, None
 
@@ -47,11 +52,13 @@ class AveragedUpdates(ForwardEngine):
         super().before_step(is_last)
         for update in self._pending.values():
             shown_class = self._shown_class(update.bucket.number)
+            self._shown[update.bucket.number] = []
             for p, grad in zip(update.bucket.params, update.grads, strict=True):
                 with no_torch_function():
                     shown = grad.view_as(grad)
                 shown.__class__ = shown_class
                 p.grad = shown
+                self._shown[update.bucket.number].append(shown)
 
     def _shown_class(self, number: int) -> type[torch.Tensor]:
         if number not in self._shown_classes:
@@ -65,22 +72,21 @@ class AveragedUpdates(ForwardEngine):
     def _make_visible(self, update: Any) -> None:
         """Uses the time until gradients arrive for updates whose gradients have arrived."""
         if update.event is None and not self._has_arrived(update):
-            for other in [other for other in self._pending.values() if self._has_arrived(other)]:
-                self._show_update(other)
+            for other in [other for other in self._pending.values() if other is not update]:
                 if self._has_arrived(update):
                     break
+                if self._has_arrived(other):
+                    self._show_update(other)
         self._show_update(update)
 
     def _has_arrived(self, update: Any) -> bool:
         return self._reducer.message_of(update.bucket.params[0]).has_arrived
 
     def _show_update(self, update: Any) -> None:
-        with no_torch_function_modes():  # a forward that holds gradients back looks at every function called in it
-            shown = [p.grad for p in update.bucket.params]
+        with without_function_mode(HeldBack):  # which looks at every function that is called in a forward
             super()._make_visible(update)
-            for grad in shown:
-                if is_pending(grad):
-                    grad.__class__ = torch.Tensor
+        for grad in self._shown.pop(update.bucket.number, ()):
+            grad.__class__ = torch.Tensor
 
     def _learned(self, params: list[nn.Parameter]) -> None:
         super()._learned(params)

@@ -23,9 +23,9 @@ from gradweave.split.queue import Task
 
 _Spans = defaultdict[tuple[Kind, int], list[tuple[Any, Any]]]
 """From when to when each task of a step ran."""
-_SMALL, _LARGE = 1 << 10, 1 << 20
+_SMALL, _LARGE = 1 << 10, 1 << 17
 """Elements of the messages that a link is measured with."""
-_SMALL_AT_ONCE = 8
+_AT_ONCE = 8
 _REPEATS = 5
 """How often: what delays a message now and then must not count."""
 _MATRIX, _PRODUCTS = 96, 100
@@ -118,7 +118,6 @@ class StepWatch:
                 self._note(Kind.X, task.layer, self._last, begin)
             self._note(Kind.W, task.layer, begin, end)
             self._held[task.layer] = task.held
-        self._last = end
 
     def wait(self, task: Task) -> None:
         """It was computed at once."""
@@ -183,9 +182,9 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
     ranks = dist.get_world_size(group)
     wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
-    def seconds(elements: int, at_once: int) -> float:
+    def seconds(elements: int) -> float:
         """Of one message, of several that are under way together."""
-        messages = [torch.zeros(elements, device=device) for _ in range(at_once)]
+        messages = [torch.zeros(elements, dtype=torch.float32, device=device) for _ in range(_AT_ONCE)]
         spent = []
         for _ in range(_REPEATS + 1):
             wait()
@@ -193,10 +192,10 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
             for work in [dist.all_reduce(message, group=group, async_op=True) for message in messages]:
                 work.wait()
             wait()
-            spent.append((time.perf_counter() - began) / at_once)
+            spent.append((time.perf_counter() - began) / _AT_ONCE)
         return median(spent[1:])
 
-    small, large = seconds(_SMALL, _SMALL_AT_ONCE), seconds(_LARGE, 1)
+    small, large = seconds(_SMALL), seconds(_LARGE)
     busy = _lost_beside_messages(group) if device.type == "cpu" else 0.0
     times = torch.tensor([small, large, busy], dtype=torch.float64, device=device)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
@@ -209,7 +208,8 @@ def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
 
 def _lost_beside_messages(group: dist.ProcessGroup | None) -> float:
     """Seconds of computation that a byte of a message costs, in whichever process or kernel that is spent."""
-    matrix = torch.ones(_MATRIX, _MATRIX)
+    matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.float32, device="cpu")
+    elements = _LARGE * _AT_ONCE
 
     def products(until: Callable[[int], bool]) -> tuple[int, float]:
         done, began = 0, time.perf_counter()
@@ -221,7 +221,7 @@ def _lost_beside_messages(group: dist.ProcessGroup | None) -> float:
     products(lambda done: done >= _PRODUCTS)
     lost = []
     for _ in range(_REPEATS):
-        gradients, message = torch.zeros(_LARGE), torch.zeros(_LARGE)
+        gradients, message = (torch.zeros(elements, dtype=torch.float32, device="cpu") for _ in range(2))
         dist.barrier(group=group)
         alone = min(products(lambda done: done >= _PRODUCTS)[1] for _ in range(3)) / _PRODUCTS
         began = time.perf_counter()
@@ -233,4 +233,4 @@ def _lost_beside_messages(group: dist.ProcessGroup | None) -> float:
         began = time.perf_counter()
         gradients.copy_(message)
         lost.append(max(spent - done * alone, 0.0) + copying + time.perf_counter() - began)
-    return median(lost) / (4 * _LARGE)
+    return median(lost) / (4 * elements)

@@ -156,8 +156,8 @@ class DataParallel(nn.Module):
     def detach(self) -> nn.Module:
         """Applies what is pending, lets go of model and optimizer, and returns the model.
 
-        After a :class:`LostRankError`, updates whose gradients are lost are left out: weights that were not used
-        since the last step are as they were before it.
+        After a :class:`LostRankError`, updates whose gradients are lost are left out: their weights are as they were
+        before the last step.
         """
         if self._reducer is not None:
             if self._order is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -151,6 +151,7 @@ def _attach_planned(
     layers = _layers(model)
     number_of = {name: number for number, name in enumerate(layer_names(model))}
     layer_of = {index: number_of[layer.name] for index, layer in enumerate(costs.layers) if layer.name in number_of}
+    layer_of = {index: number for index, number in layer_of.items() if layers[number].has_turns}
     if not layer_of:
         raise ArgumentError("costs", costs.name, "has no layer of this model; measure the model that is reordered")
     schedule = plan(single(costs), policy=policy)
@@ -158,19 +159,45 @@ def _attach_planned(
     crossing = frozenset(
         number
         for number in (crossing_in(schedule, layer_of) if fused else ())
-        if all(id(p) in fused for p in layers[number][1].parameters(recurse=False))
+        if all(id(p) in fused for p in layers[number].module.parameters(recurse=False))
     )
     return Reordering(model, Planned(beside, turns_of(schedule, layer_of)), byte_budget, crossing=crossing, why=why)
 
 
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+class _Layer(NamedTuple):
+    """A module with a weight that is used in a linear or convolution call, and the names that it has there."""
+
+    name: str
+    module: nn.Module
+    weight: str = "weight"
+    bias: str = "bias"
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether its gradients can have a place in a plan: attention to another uses parts of its weight instead."""
+        return self.weight == "weight"
+
+
+def _layers(model: nn.Module) -> list[_Layer]:
     """The layers whose gradients are to come last, in the order of the model."""
-    return [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, ConvolutionModule))]
+    layers = []
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, ConvolutionModule)):
+            layers.append(_Layer(name, module))
+        elif _has_joint_projection(module):
+            layers.append(_Layer(name, module, "in_proj_weight", "in_proj_bias"))
+    return layers
+
+
+def _has_joint_projection(module: nn.Module) -> bool:
+    if not isinstance(module, nn.MultiheadAttention) or is_parametrized(module):
+        return False
+    return isinstance(getattr(module, "in_proj_weight", None), nn.Parameter)
 
 
 def layer_names(model: nn.Module) -> list[str]:
     """The layers' names by their numbers, as a cost file has them."""
-    return [name or type(model).__name__ for name, _ in _layers(model)]
+    return [layer.name or type(model).__name__ for layer in _layers(model)]
 
 
 def is_reordered(model: nn.Module) -> bool:
@@ -281,9 +308,10 @@ class Reordering:
                 self._crossing.begin_forward(weights)
             if self._following is not None:
                 self._following.begin_forward({number: weights[number] for number in followed})
-            calls = SplitCalls(self._queue, weights, followed)
-            stack.enter_context(calls)
-            self._open.add(calls)
+            if torch.is_grad_enabled():  # torch's fast ways of evaluating are not taken where anybody looks on
+                calls = SplitCalls(self._queue, weights, followed)
+                stack.enter_context(calls)
+                self._open.add(calls)
         self._own.forwards.append((depth, calls, stack))
 
     def _leave(self, output: Any) -> None:
@@ -306,11 +334,12 @@ class Reordering:
     def _weights(self) -> Weights:
         """Those that can be read without computing them, by number; others have their gradients in stock order."""
         weights: dict[int, Any] = {}
-        for number, (_, layer) in enumerate(self._layers):
-            if is_parametrized(layer) or not _is_plain(layer.weight):
+        for number, layer in enumerate(self._layers):
+            if is_parametrized(layer.module):
                 continue
-            if layer.bias is None or _is_plain(layer.bias):
-                weights[number] = layer.weight, layer.bias
+            weight, bias = getattr(layer.module, layer.weight), getattr(layer.module, layer.bias)
+            if _is_plain(weight) and (bias is None or _is_plain(bias)):
+                weights[number] = weight, bias
         return weights
 
     def _followed(self, weights: Weights) -> set[int]:
@@ -326,7 +355,7 @@ class Reordering:
             number
             for number, pair in weights.items()
             if all(p is None or id(p) in self._fusions for p in pair)
-            and not has_backward_hooks(self._layers[number][1])
+            and not has_backward_hooks(self._layers[number].module)
         }
 
     def _takes_late(self, p: torch.Tensor) -> bool:

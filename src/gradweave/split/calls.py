@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from gradweave.compat.eager import (
     in_function_transform,
     is_being_traced,
     no_torch_function,
+    other_function_modes,
+    part_by_part,
     saved_tensors_are_hooked,
 )
 from gradweave.split.layers import Geometry, split_convolution, split_linear
@@ -24,6 +27,8 @@ _DIMENSIONS = {
     functional.conv1d: 1, functional.conv2d: 2, functional.conv3d: 3,
     functional.conv_transpose1d: 1, functional.conv_transpose2d: 2, functional.conv_transpose3d: 3,
 }  # fmt: skip
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ATTENTION = functional.multi_head_attention_forward
 _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
 
 
@@ -63,6 +68,7 @@ class SplitCalls(TorchFunctionMode):
         self._queue = queue
         self._taps: dict[tuple[int, int], tuple[Tap, torch.Tensor, torch.Tensor | None]] = {}
         self._layers: dict[int, int] = {}
+        self._inputs: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._next = max(first, default=-1) + 1 if first else 0
         needs_taps = torch.is_grad_enabled() and not is_being_traced()
         with no_torch_function():  # what has an update pending is brought up to date where it is used, not here
@@ -82,6 +88,9 @@ class SplitCalls(TorchFunctionMode):
             made = self._linear(*args, **kwargs)
         elif func in _DIMENSIONS:
             made = self._convolution(func, *args, **kwargs)
+        elif func is _ATTENTION and _can_be_taken_apart(func, *args, *kwargs.values()):
+            with self:  # its projections come here as calls of linear
+                made = part_by_part(func)(*args, **kwargs)
         else:
             made = None
         return func(*args, **kwargs) if made is None else made
@@ -99,7 +108,7 @@ class SplitCalls(TorchFunctionMode):
         _bring_up_to_date(weight, bias)
         if not _can_be_split(input, weight, bias) or input.dim() < 2 or weight.dim() != 2 or weight.numel() == 0:
             return None
-        return split_linear(input.to(_autocast_dtype(input)), self._tap(weight, bias))
+        return split_linear(self._in_precision(input), self._tap(weight, bias))
 
     def _convolution(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         bind = _bind_transposed if func in _TRANSPOSED else _bind
@@ -107,7 +116,18 @@ class SplitCalls(TorchFunctionMode):
         _bring_up_to_date(weight, bias)
         if geometry is None or not _can_be_split(input, weight, bias) or input.dim() != weight.dim():
             return None
-        return split_convolution(input.to(_autocast_dtype(input)), self._tap(weight, bias), geometry)
+        return split_convolution(self._in_precision(input), self._tap(weight, bias), geometry)
+
+    def _in_precision(self, input: torch.Tensor) -> torch.Tensor:
+        """An input as autocast has it used; a leaf is cast once for all calls, so that their gradients add up alike."""
+        dtype = _autocast_dtype(input)
+        if dtype is input.dtype or not (input.is_leaf and input.requires_grad and torch.is_autocast_cache_enabled()):
+            return input.to(dtype)
+        known, cast = self._inputs.get(id(input), (None, input))
+        if known is not input:
+            cast = input.to(dtype)
+            self._inputs[id(input)] = input, cast
+        return cast
 
 
 _Bound = tuple[Any, Any, Any, Geometry | None]
@@ -148,9 +168,17 @@ def _bring_up_to_date(*params: Any) -> None:
             param.size()
 
 
+def _can_be_taken_apart(func: Any, *given: Any) -> bool:
+    """Whether nobody but us has a say in how a function of several calls runs."""
+    _bring_up_to_date(*given)
+    if not torch.is_grad_enabled() or is_being_traced() or other_function_modes() or not isinstance(func, FunctionType):
+        return False
+    return all(type(one) in _PLAIN for one in given if isinstance(one, torch.Tensor))
+
+
 def _can_be_split(input: Any, weight: Any, bias: Any) -> bool:
     tensors = [input, weight] if bias is None else [input, weight, bias]
-    if not all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+    if not all(type(tensor) in _PLAIN for tensor in tensors):
         return False
     if any(t.layout is not torch.strided or t.device != weight.device for t in tensors):
         return False
@@ -160,5 +188,7 @@ def _can_be_split(input: Any, weight: Any, bias: Any) -> bool:
         return False
     if bias is not None and bias.dim() != 1:
         return False
+    if bias is not None and weight.is_leaf and not bias.is_leaf and _autocast_dtype(weight) is not weight.dtype:
+        return False  # as of an attention's weight, with another part of its bias in each call: autocast casts it once
     dtypes = {_autocast_dtype(tensor) for tensor in tensors}
     return weight.requires_grad and len(dtypes) == 1 and weight.is_floating_point()
