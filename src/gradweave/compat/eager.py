@@ -42,7 +42,7 @@ def without_function_mode(kind: type[TorchFunctionMode]) -> AbstractContextManag
     return torch.overrides._pop_mode_temporarily() if isinstance(innermost, kind) else nullcontext()
 
 
-def part_by_part(function: FunctionType) -> FunctionType:
+def part_by_part(function: Any) -> Callable[..., Any]:
     """A function of ``torch.nn.functional`` that asks nobody whether to run it, so that the ones it calls are asked.
 
     Its own first lines would hand it to a mode as a whole, which is left for as long as it runs. Other names are what
