@@ -2,6 +2,7 @@
 
     python benchmarks/reorder.py time --results benchmarks/results/reorder-h200.csv --minutes 8
     python benchmarks/reorder.py time --workload resnet50-8 --results benchmarks/results/reorder-h200.csv
+    python benchmarks/reorder.py costs --results benchmarks/results/reorder-costs-seconds-h200.csv
     python benchmarks/reorder.py draw --results benchmarks/results/reorder-h200.csv
 
 ``eager`` is the stock step, ``captured`` the same in one CUDA graph. ``split`` has the layers split as the
@@ -16,7 +17,7 @@ The costs that ``joint`` and ``cross_step`` plan by are measured first, one work
 traced at the same time, which takes longer), and kept beside the results; what a schedule predicts from them is in
 the table beside what was measured. Then all variants of some workloads make themselves ready at once, each in a
 process of its own, and take turns, one at a time. Workloads that the results already hold are left out, and none is
-begun that would end after ``--minutes``.
+begun that would end after ``--minutes``. ``costs`` times measuring them, one workload after the other.
 
 Without a GPU only the two toy workloads are run, to see that everything works: nothing is captured there, and
 their times mean nothing.
@@ -52,7 +53,7 @@ import gradweave
 from fusion import append, read
 from gradweave.compare.run import environment
 from gradweave.fusion import Fusion
-from gradweave.profile import cached_costs
+from gradweave.profile import cached_costs, measure_costs
 from gradweave.schedule import Costs, plan, single
 from gradweave.split.attach import Reordering, reorder
 from gradweave.split.streams import InLine
@@ -283,6 +284,27 @@ def measure(case: Case, children: dict[str, Child], ready: dict[str, dict[str, o
     append(arguments.results, rows)
 
 
+def time_costs(cases: list[Case]) -> None:
+    """How long costs take to be measured, and how much of that is spent before the first task is timed."""
+    for case in cases:
+        model = case.model().train()
+        optimizer = make_optimizer(case.optimizer, model, fused=True)
+        began, traced = time.perf_counter(), 0.0
+
+        def progress(_: str, done: float, began: float = began) -> None:
+            nonlocal traced
+            if done > 0 and not traced:
+                traced = time.perf_counter() - began
+
+        costs = measure_costs(model, loss_of, optimizer, case.batches(1)[0], progress=progress)
+        row = {
+            "case": case.name, "layers": len(costs.layers), "seconds": f"{time.perf_counter() - began:.2f}",
+            "seconds_to_trace": f"{traced:.2f}", **environment(DEVICE),
+        }  # fmt: skip
+        print(row, flush=True)
+        append(arguments.results, [row])
+
+
 def measure_costs_first(cases: list[Case]) -> None:
     """Each in a process of its own; they take turns."""
     for child in [Child(__file__, case.name, "costs", **child_environment()) for case in cases]:
@@ -375,6 +397,9 @@ def main() -> None:
         return
     done = {row["case"] for row in read(arguments.results)}
     left = [CASES[name] for name in names if name not in done]
+    if arguments.what == "costs":
+        time_costs(left)
+        return
     began, longest = time.monotonic(), 0.0
     measure_costs_first(left)
     print(f"costs are measured, after {time.monotonic() - began:.0f} s", flush=True)
@@ -391,7 +416,7 @@ def main() -> None:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", message="User provided device_type of 'cuda'")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "draw", "child"))
+    parser.add_argument("what", choices=("time", "costs", "draw", "child"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--workload", action="append", choices=tuple(CASES), help="once for each; all unless given")
     parser.add_argument("--variant", help="of a child")

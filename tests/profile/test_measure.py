@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn, optim
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from gradweave import plan
@@ -89,3 +90,22 @@ def test_a_model_without_parameters_is_refused():
     linear = nn.Linear(1, 1)
     with pytest.raises(ArgumentError, match="no parameters"):
         measure_costs(nn.ReLU(), lambda m, x: m(x).sum(), optim.SGD(linear.parameters(), lr=0.1), (torch.ones(2),))
+
+
+@pytest.mark.parametrize("name", ["RAdam", "Adafactor", "Muon"])
+def test_the_update_is_measured_and_not_traced(name, monkeypatch):
+    model, loss_fn, _, batch = setting("cpu")
+    for p in model.parameters():
+        p.requires_grad_(p.dim() == 2)
+    optimizer = getattr(optim, name)([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    traced = []
+    step = type(optimizer).step
+    monkeypatch.setattr(type(optimizer), "step", lambda *a, **k: (traced.append(is_tracing()), step(*a, **k))[1])
+    costs = measure_costs(model, loss_fn, optimizer, batch, rounds=1)
+    assert traced
+    assert not any(traced)
+    assert all(layer.update > 0 for layer in costs.layers if layer.parameter_bytes)
+
+
+def is_tracing():
+    return get_proxy_mode() is not None
