@@ -8,26 +8,6 @@ from gradweave.errors import GradweaveError
 from gradweave.fusion.hooks import StepHooks
 
 
-def test_an_update_waits_for_its_own_message_and_for_no_other():
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reducer = Reducer([list(part.parameters()) for part in reversed(model)], None)
-    updates = AveragedUpdates(model, optimizer, reducer)
-    StepHooks(optimizer, updates.before_step, updates.after_step)
-    for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert [message.is_on_its_way for message in reducer.messages] == [True, True, True]
-    before = model[1].weight.data_ptr()
-    model[1].weight.sum()
-    assert model[1].weight.data_ptr() == before
-    assert [message.is_on_its_way for message in reducer.messages] == [True, False, True]
-    updates.flush()
-    assert not any(message.is_on_its_way for message in reducer.messages)
-
-
 class OnItsWay:
     """A message that arrives when somebody waits for it, or has asked often enough."""
 
@@ -56,6 +36,17 @@ def stepped(count, each=lambda model: None):
         each(model)
         optimizer.zero_grad()
     return model, reducer, updates
+
+
+def test_an_update_waits_for_its_own_message_and_for_no_other():
+    model, reducer, updates = stepped(3)
+    assert [message.is_on_its_way for message in reducer.messages] == [True, True, True]
+    before = model[1].weight.data_ptr()
+    model[1].weight.sum()
+    assert model[1].weight.data_ptr() == before
+    assert [message.is_on_its_way for message in reducer.messages] == [True, False, True]
+    updates.flush()
+    assert not any(message.is_on_its_way for message in reducer.messages)
 
 
 @pytest.mark.parametrize("asked", range(6))
