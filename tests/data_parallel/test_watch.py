@@ -7,7 +7,7 @@ from torch import nn
 from gradweave.data_parallel.held_back import Watched
 from gradweave.data_parallel.layers import UseOrder
 from gradweave.data_parallel.watch import StepWatch
-from gradweave.split.queue import WeightGradientQueue
+from gradweave.split.queue import Task, WeightGradientQueue
 
 FORWARD, BACKWARD, UPDATE = 0.004, 0.008, 0.02
 
@@ -92,6 +92,22 @@ def test_nothing_of_a_step_is_left_out():
     assert first.forward < FORWARD
     assert last.forward >= 2 * FORWARD
     assert costs.compute_seconds == pytest.approx(sorted(spent)[2], rel=0.2)
+
+
+def test_what_belongs_to_no_layer_counts_as_input_gradient_of_the_next():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch, layers = watched(model, optimizer)
+    for _ in range(3):
+        with Watched(WeightGradientQueue(watch), layers):
+            loss = model(torch.ones(2, 3)).sum()
+        watch.backward_begins()
+        watch.start(Task(len(layers), (), lambda: time.sleep(FORWARD)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    first, last = watch.close().layers
+    assert last.input_grad >= FORWARD > first.input_grad
 
 
 @pytest.mark.parametrize("odd", ["no word of backward", "a forward before step", "a step that fails"])
