@@ -107,6 +107,18 @@ class Block(nn.Module):
 
 
 def _images(data: Path, which: str, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pictures and labels; all of them are kept beside the data once they are decoded, for other processes."""
+    kept = data / f"cifar10-{which}.npz"
+    if count is None and kept.exists():
+        arrays = np.load(kept)
+        return torch.from_numpy(arrays["x"]), torch.from_numpy(arrays["y"])
+    pictures, labels = _decoded(data, which, count)
+    if count is None:
+        np.savez(kept, x=pictures.numpy(), y=labels.numpy())
+    return pictures, labels
+
+
+def _decoded(data: Path, which: str, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     from PIL import Image
 
     with lzma.open(data / "cifar10.npz.xz") as file:
