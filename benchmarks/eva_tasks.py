@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import lzma
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -106,6 +105,37 @@ class Block(nn.Module):
         return torch.relu(self.norm2(self.conv2(out)) + self.shortcut(x))
 
 
+class Residual(nn.Module):
+    """A module's output, added to its input."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)  # type: ignore[no-any-return]
+
+
+def _convolution(inputs: int, outputs: int, *behind: nn.Module) -> list[nn.Module]:
+    return [nn.Conv2d(inputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(), *behind]
+
+
+def resnet9(width: int) -> nn.Module:
+    """A shallow, wide ResNet, as it is trained where few epochs are to do."""
+    half, pool = [2 * width, 4 * width, 8 * width], nn.MaxPool2d(2)
+    return nn.Sequential(
+        *_convolution(3, width),
+        *_convolution(width, half[0], pool),
+        Residual(*_convolution(half[0], half[0]), *_convolution(half[0], half[0])),
+        *_convolution(half[0], half[1], pool),
+        *_convolution(half[1], half[2], pool),
+        Residual(*_convolution(half[2], half[2]), *_convolution(half[2], half[2])),
+        nn.AdaptiveMaxPool2d(1),
+        nn.Flatten(),
+        nn.Linear(half[2], 10),
+    )
+
+
 def _images(data: Path, which: str, count: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Pictures and labels; all of them are kept beside the data once they are decoded, for other processes."""
     kept = data / f"cifar10-{which}.npz"
@@ -130,15 +160,14 @@ def _decoded(data: Path, which: str, count: int | None) -> tuple[torch.Tensor, t
         end, length = place
         return np.asarray(Image.open(io.BytesIO(stream[end - length : end])).convert("RGB"))
 
-    with ThreadPoolExecutor() as pool:
-        pictures = list(pool.map(decoded, zip(ends.tolist(), lengths.tolist(), strict=True), chunksize=500))
+    pictures = [decoded(place) for place in zip(ends.tolist(), lengths.tolist(), strict=True)]
     labels = torch.from_numpy(arrays[f"y_{which}"][:count].astype(np.int64).reshape(-1))
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous(), labels
 
 
 def cifar(data: Path, device: str, *, toy: bool) -> Task:
-    """A ResNet of three stages of two blocks, with crops and flips, batch 512; bf16 by autocast on a GPU."""
-    count, width, size = (200, 4, 16) if toy else (None, 32, 512)
+    """A ResNet of eight convolutions, with crops and flips, batch 512; bf16 by autocast on a GPU."""
+    count, width, size = (200, 4, 16) if toy else (None, 48, 512)
     (x, y), (test_x, test_y) = (_images(data, which, count) for which in ("train", "test"))
     x, y, test_x, test_y = (tensor.to(device) for tensor in (x, y, test_x, test_y))
     mean = torch.tensor([0.4914, 0.4822, 0.4465], device=device).view(1, 3, 1, 1)
@@ -148,13 +177,7 @@ def cifar(data: Path, device: str, *, toy: bool) -> Task:
         return (pictures.float() / 255 - mean) / std
 
     def make_model() -> nn.Module:
-        layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        inputs = width
-        for outputs, stride in ((width, 1), (2 * width, 2), (4 * width, 2)):
-            layers += [Block(inputs, outputs, stride), Block(outputs, outputs, 1)]
-            inputs = outputs
-        model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10)).to(device)
-        return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+        return resnet9(width).to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     def batch(generator: torch.Generator) -> Batch:
         chosen = _pick(len(x), size, generator, device)
@@ -173,10 +196,11 @@ def cifar(data: Path, device: str, *, toy: bool) -> Task:
         return F.cross_entropy(out.float(), labels, label_smoothing=0.1)
 
     def accuracy(model: nn.Module) -> float:
-        right = sum(
-            (model(normalized(part)).argmax(1) == labels).sum()
-            for part, labels in zip(test_x.split(1000), test_y.split(1000), strict=True)
-        )
+        with _half(device):
+            right = sum(
+                (model(normalized(part).contiguous(memory_format=torch.channels_last)).argmax(1) == labels).sum()
+                for part, labels in zip(test_x.split(2000), test_y.split(2000), strict=True)
+            )
         return float(right) / len(test_y)
 
     lengths = (4,) if toy else (1200, 700, 2400)

@@ -79,7 +79,7 @@ def catch(dtype):
     ]
     for order in (torch.channels_last, torch.contiguous_format):
         model = nn.Sequential(*layers).to(dtype).to(memory_format=order)
-        optimizer = Eva(model, lr=0.1)
+        optimizer = Eva(model, lr=0.1, samples=8)
         x = torch.randn(16, 64, 8, 8, dtype=dtype).contiguous(memory_format=order)
         model(x).square().mean().backward()
         optimizer.detach()

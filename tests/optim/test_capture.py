@@ -314,3 +314,13 @@ def test_a_changed_layer_is_named():
     model[0].weight = nn.Parameter(torch.zeros(8, 7))
     with pytest.raises(GradweaveError, match=r"\(8, 7\), which was \(8, 6\)"):
         model[0](torch.randn(2, 7))
+
+
+@pytest.mark.parametrize(("arguments", "has"), [({}, False), ({"faithful": True}, True), ({"reference": True}, True)])
+def test_a_head_over_the_words_of_an_embedding_has_none(arguments, has):
+    """But other layers of its shape have, and the authors' rules cover it."""
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 7))
+    optimizer = EvaF(model, **arguments)
+    covered = {id(p) for group in optimizer.param_groups if group["rule"] == "vectors" for p in group["params"]}
+    assert id(model[1].weight) in covered
+    assert (id(model[4].weight) in covered) is has

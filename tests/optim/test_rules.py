@@ -11,10 +11,12 @@ from gradweave.optim.rules import (
     KL_CLIP,
     NORMALIZE,
     RESCALE,
+    ROW,
     TWO_SIDED,
     Manner,
     common_scale,
     direction,
+    local_scale,
 )
 from reference import eva as slow
 
@@ -66,6 +68,26 @@ def test_a_direction_is_the_explicit_inverse(seed, groups, rows, columns, with_b
     assert torch.allclose(found.agreement, (P * whole).sum(), rtol=1e-5, atol=1e-9)
     assert torch.allclose(found.square, P.square().sum(), rtol=1e-5, atol=1e-9)
     assert float(found.factor) == pytest.approx(1 / damping ** (2 if formula == TWO_SIDED else 1))
+
+
+@given(st.integers(0, 999), st.integers(1, 3), SIZES, SIZES, st.booleans(), DAMPINGS, st.booleans())
+def test_rows_have_one_length(seed, groups, rows, columns, with_bias, damping, two_sided):
+    """Exactly so where only the inputs' side is corrected; with both, no row is more than 1.42 times as long."""
+    G, g, a, b = make(seed, groups, rows, columns, with_bias)
+    square = G.square().sum() + (0 if g is None else g.square().sum())
+    found = direction(Manner(TWO_SIDED if two_sided else INPUTS), damping, G, g, square, a, b if two_sided else None)
+    size = torch.tensor(3.0, dtype=torch.float64)
+    lengths = torch.linalg.vector_norm(local_scale(ROW, found, size) * applied(found, G, g), dim=-1)
+    wanted = 3.0 / (groups * rows) ** 0.5
+    assert (lengths <= wanted * (2**0.5 + 1e-6)).all()
+    if not two_sided:
+        torch.testing.assert_close(lengths, torch.full_like(lengths, wanted), rtol=1e-4, atol=0)
+
+
+def test_a_row_without_a_gradient_stays():
+    G = torch.tensor([[[1.0, 2.0], [0.0, 0.0]]])
+    found = direction(Manner(INPUTS), 0.1, G, None, G.square().sum(), torch.ones(1, 2), None)
+    assert local_scale(ROW, found, torch.tensor(1.0)).flatten()[1] == 0
 
 
 @pytest.mark.parametrize("formula", [JOINT, INPUTS, TWO_SIDED])

@@ -26,7 +26,7 @@ class Target:
         grad: Its gradient as it is.
         buffer: Its momentum.
         group: Its hyperparameters.
-        scale: What the gradient is multiplied by.
+        scale: What the gradient is multiplied by, as a whole or row by row.
         left: ``scale * L`` of what is taken off a weight, or all that is taken off a bias.
         right: ``Rᵀ`` of a weight.
         columns_first: Whether the weight is stored transposed.

@@ -35,8 +35,8 @@ class AttentionTap(Tap):
         """The weight of the projection."""
         return module.in_proj_weight  # type: ignore[return-value]
 
-    def leave_outputs_to_the_bias(self, *, leave: bool) -> None:
-        """Always so."""
+    def catch_outputs(self, *, wanted: bool) -> None:
+        """Never: the bias' gradient serves for them."""
 
     def passed_by_kernels(self, y: torch.Tensor, x: Any) -> torch.Tensor | None:  # noqa: ARG002
         """Never: inputs are three."""

@@ -75,7 +75,9 @@ class Catching:
         never_all: Whether outputs are looked at of half of a batch at most: in front of a BatchNorm the
             gradients of all samples sum to zero, and what is left is rounding.
         per_sample: Whether outputs' sums are scaled to what all samples would give.
-        by_bias: Whether the gradient of a bias may serve for outputs.
+        by_bias: Whether the gradient of a bias serves for outputs, where a layer has one, and outputs in front of a
+            BatchNorm are left out.
+        words: Whether a head that has a row for each word of an embedding has vectors.
     """
 
     outputs: bool
@@ -84,6 +86,7 @@ class Catching:
     never_all: bool = False
     per_sample: bool = True
     by_bias: bool = False
+    words: bool = True
 
 
 class Tap:
@@ -120,11 +123,10 @@ class Tap:
         layout = self.layout
         return layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
 
-    def leave_outputs_to_the_bias(self, *, leave: bool) -> None:
-        """Has the gradient of the bias, which is the sum of the outputs', serve for the output vector."""
-        with_outputs = self.catching.outputs and not leave
-        if with_outputs != self.with_outputs:
-            self.with_outputs = with_outputs
+    def catch_outputs(self, *, wanted: bool) -> None:
+        """Whether outputs' gradients are caught; not where the bias' gradient, their sum, serves for them."""
+        if wanted != self.with_outputs:
+            self.with_outputs = wanted
             self.plans.clear()
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:

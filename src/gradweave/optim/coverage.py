@@ -27,7 +27,8 @@ class CoveredLayer:
         weight: Its weight.
         bias: Its bias, if that is a column of the layer's matrices.
         tap: Its hook.
-        is_normalized: Whether the next module of the model is a BatchNorm, in front of which a bias has no gradient.
+        is_normalized: Whether the next module of the model is a BatchNorm, in front of which outputs' gradients sum to
+            zero.
     """
 
     name: str
@@ -51,7 +52,8 @@ class Capture:
         self._catcher = Catcher()
         normalized = _normalized(model)
         self.layers = []
-        for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample):
+        head = None if catching.words else head_over_words(model)
+        for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample, left=head):
             tap = Tap(layout, weight.shape, catching, self.masking, self._catcher)
             self.layers.append(CoveredLayer(name, module, weight, bias, tap, id(module) in normalized))
         for name, module in model.named_modules() if catching.per_sample else ():
@@ -88,10 +90,26 @@ def _normalized(model: nn.Module) -> set[int]:
     return {id(one) for one, other in pairwise(leaves) if isinstance(other, _BATCH_NORMS)}
 
 
+def head_over_words(model: nn.Module) -> nn.Linear | None:
+    """The last linear layer, if it has a row for each word of an embedding.
+
+    Rows of rare words have gradients that are small and mostly noise: with one length for all they would not learn.
+    """
+    heads = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
+    return heads[-1] if heads and heads[-1].weight.shape in shapes else None
+
+
 def coverable(
-    model: nn.Module, *, with_attention: bool = False
+    model: nn.Module, *, with_attention: bool = False, left: nn.Module | None = None
 ) -> Iterator[tuple[str, nn.Module, Layout, nn.Parameter, nn.Parameter | None]]:
-    """The layers that have vectors; what of the others has a weight matrix is announced."""
+    """The layers that have vectors; what of the others has a weight matrix is announced.
+
+    Args:
+        model: The model.
+        with_attention: Whether attention has vectors by other means.
+        left: A layer that is left out.
+    """
     owners: dict[int, int] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
@@ -109,6 +127,9 @@ def coverable(
             continue
         if owners[id(weight)] > 1:
             left_out.setdefault(f"{type(module).__name__} with a tied weight")
+            continue
+        if module is left:
+            left_out.setdefault(f"{name}, which has a row for each word of an embedding")
             continue
         if not weight.requires_grad:
             continue

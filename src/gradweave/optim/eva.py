@@ -18,7 +18,6 @@ from gradweave.optim.exchange import average_records, group_of
 from gradweave.optim.family import Layer, VectorOptimizer, loss_scale, parameters_of
 from gradweave.optim.fused import FusedStep, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode
-from gradweave.optim.layouts import LINEAR
 from gradweave.optim.rules import INPUTS, JOINT, KL_CLIP, NORMALIZE, TWO_SIDED, Direction, Manner, Number, direction
 
 REFERENCE_SAMPLES = 16
@@ -101,24 +100,27 @@ class _CapturedVectors(VectorOptimizer):
             if id(layer.weight) not in own:
                 layer.tap.record = None
                 continue
-            layer.tap.leave_outputs_to_the_bias(leave=self._has_outputs_in_bias(layer))
+            layer.tap.catch_outputs(wanted=self._has_output_vector(layer) and not self._has_outputs_in_bias(layer))
             state = self.state[layer.weight]
             if "record" not in state or state["record"].numel() != layer.tap.record_size:
                 state["record"] = layer.tap.new_record(layer.weight)
             layout, record = layer.tap.layout, state["record"]
             if "input_vector" not in state:
                 state["input_vector"] = record.new_zeros(layout.groups, layout.inputs)
-                if self._catching.outputs:
-                    state["output_vector"] = record.new_zeros(layout.groups, layout.outputs)
+            if not self._has_output_vector(layer):
+                state.pop("output_vector", None)
+            elif "output_vector" not in state:
+                state["output_vector"] = record.new_zeros(layout.groups, layout.outputs)
             state["columns_first"] = layout.columns_first
             layer.tap.record = record
 
-    def _has_outputs_in_bias(self, layer: CoveredLayer) -> bool:
-        """Whether the gradient of a layer's bias is its output vector: all of the batch's, which costs nothing.
+    def _has_output_vector(self, layer: CoveredLayer) -> bool:
+        """Whether a layer has one; in front of a BatchNorm outputs' gradients sum to zero, a few samples' to noise."""
+        return self._catching.outputs and not (self._catching.by_bias and layer.is_normalized)
 
-        Not in front of a BatchNorm, where it is zero; so convolutions are left out as a whole.
-        """
-        if not self._catching.by_bias or layer.tap.layout.kind != LINEAR or layer.is_normalized:
+    def _has_outputs_in_bias(self, layer: CoveredLayer) -> bool:
+        """Whether the gradient of a layer's bias is its output vector: all of the batch's, which costs nothing."""
+        if not self._catching.by_bias:
             return False
         groups = [group for group in self.param_groups if any(p is layer.weight for p in group["params"])]
         return any(p is layer.bias for group in groups for p in group["params"])
@@ -245,8 +247,9 @@ def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
     if mode is Mode.FAITHFUL:
         return Catching(outputs, samples, samples)
     if outputs:
-        return Catching(outputs, None, samples or OUTPUT_SAMPLES, never_all=True, by_bias=samples is None)
-    return Catching(outputs, samples)
+        few = samples or OUTPUT_SAMPLES
+        return Catching(outputs, None, few, never_all=True, by_bias=samples is None, words=False)
+    return Catching(outputs, samples, words=False)
 
 
 class EvaF(_CapturedVectors):

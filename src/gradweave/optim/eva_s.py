@@ -16,6 +16,7 @@ from gradweave.optim.rules import (
     GRADIENT_NORM,
     JOINT,
     KL_CLIP,
+    LAYER,
     TWO_SIDED,
     Direction,
     Manner,
@@ -83,7 +84,7 @@ class EvaS(VectorOptimizer):
             first_order_weight_decay, betas, eps, maximize, foreach, capturable,
         )  # fmt: skip
         manners = {
-            Mode.OURS: Manner(TWO_SIDED),
+            Mode.OURS: Manner(TWO_SIDED, trust=LAYER),
             Mode.FAITHFUL: Manner(JOINT, relative=False, divided=True, trust=KL_CLIP, decoupled=False),
             Mode.REFERENCE: Manner(JOINT, relative=False, trust=GRADIENT_NORM, decoupled=False, nesterov_twice=True),
         }

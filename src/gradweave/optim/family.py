@@ -17,7 +17,18 @@ from gradweave.marks import is_in_fusion
 from gradweave.optim import first_order
 from gradweave.optim.apply import Target, column_of_bias
 from gradweave.optim.begun import Begun, Other, Plain
-from gradweave.optim.rules import LAYER, LOCAL_TRUSTS, Direction, Manner, Number, common_scale, local_scale, sum_of
+from gradweave.optim.rules import (
+    LAYER,
+    LOCAL_TRUSTS,
+    ROW,
+    SIZED_TRUSTS,
+    Direction,
+    Manner,
+    Number,
+    common_scale,
+    local_scale,
+    sum_of,
+)
 
 ADAMW_RATIO = 0.1
 """AdamW's learning rate to the family's, unless it has one of its own."""
@@ -96,7 +107,7 @@ class VectorOptimizer(Optimizer):
         Not its norm of today: steps that grow with a weight make it grow without bound. A weight of zeros
         gets a tenth of the root of its rows, and learns too.
         """
-        if self.manner.trust == LAYER and "size" not in layer.state:
+        if self.manner.trust in SIZED_TRUSTS and "size" not in layer.state:
             weight = layer.weight
             norm: torch.Tensor = torch.linalg.vector_norm(weight, dtype=wide_dtype(weight))
             layer.state["size"] = norm.clamp_min(0.1 * weight.shape[0] ** 0.5).view(1)
@@ -275,7 +286,10 @@ class VectorOptimizer(Optimizer):
     def _scales(self, layers: list[Layer], found: list[Direction]) -> list[torch.Tensor]:
         trust = self.manner.trust
         if trust in LOCAL_TRUSTS:
-            return [local_scale(trust, one, _size(layer)) for layer, one in zip(layers, found, strict=True)]
+            return [
+                local_scale(LAYER if trust == ROW and layer.columns_first else trust, one, _size(layer))
+                for layer, one in zip(layers, found, strict=True)
+            ]
         rates = [layer.group["lr"] for layer in layers]
         scale = common_scale(trust, found, rates, layers[0].group["kl_clip"])
         return [scale * one.factor for one in found]
@@ -306,13 +320,19 @@ def _as_now(value: Any) -> Any:
 def _targets(layer: Layer, found: Direction, scale: torch.Tensor, factor: Number) -> list[Target]:
     """A layer's weight and bias with what is to happen to them."""
     group, buffer = layer.group, layer.state["momentum_buffer"]
-    weight = Target(layer.weight, layer.grad, buffer, group, scale * factor, found.left * scale, found.right)
+    own = _for(layer.weight, scale * factor)
+    weight = Target(layer.weight, layer.grad, buffer, group, own, found.left * scale, found.right)
     weight.columns_first = layer.columns_first
     if layer.bias is None or layer.bias_grad is None or layer.bias_state is None:
         return [weight]
     column = column_of_bias(found, scale, layer.bias)
     buffer = layer.bias_state["momentum_buffer"]
-    return [weight, Target(layer.bias, layer.bias_grad, buffer, group, scale * factor, column)]
+    return [weight, Target(layer.bias, layer.bias_grad, buffer, group, _for(layer.bias, scale * factor), column)]
+
+
+def _for(p: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A scale that a parameter's gradient can be multiplied by: one number, or one for each of its rows."""
+    return scale.reshape(p.shape[0], *[1] * (p.dim() - 1)) if scale.dim() else scale
 
 
 def _square(grad: torch.Tensor | None, bias_grad: torch.Tensor | None = None) -> torch.Tensor:

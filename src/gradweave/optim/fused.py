@@ -33,7 +33,7 @@ from gradweave.optim.fused_inputs import (
     layer_shape,
 )
 from gradweave.optim.fused_tables import Blocks, FlatShape, LayerShape, Segment, Tables, make_tables
-from gradweave.optim.rules import INPUTS, LAYER, TWO_SIDED, Manner, Number
+from gradweave.optim.rules import INPUTS, ROW, TWO_SIDED, Manner, Number
 
 if TYPE_CHECKING:
     from gradweave.optim.family import Layer
@@ -65,9 +65,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def is_fusible(manner: Manner) -> bool:
-    """Whether the kernels know a rule: our own, whose scale is each layer's, with vectors known before the gradient."""
+    """Whether the kernels know a rule: our own, whose scales are each row's, with vectors known before the gradient."""
     plain = manner.relative and manner.decoupled and not manner.divided and not manner.nesterov_twice
-    return plain and manner.trust == LAYER and manner.formula in (INPUTS, TWO_SIDED)
+    return plain and manner.trust == ROW and manner.formula in (INPUTS, TWO_SIDED)
 
 
 @dataclass
@@ -193,7 +193,6 @@ class _Step:
         counts = tables.count_of
         room = {
             "vectors": tables.elements,
-            "tile_squares": counts["tiles"],
             "block_sums": 8 * counts["blocks"],
             "matrix_numbers": 8 * counts["matrices"],
             "layer_numbers": 8 * counts["layers"],
@@ -239,8 +238,8 @@ class _Step:
         kernels, tables, room, at = self.kernels, self.plan.tables, self.room, self.at
         for part in tables.tile_segments:
             kernels.measure[(part.count,)](
-                tables.tiles, tables.matrices, at["gradients"], room["vectors"], room["tile_squares"], part.first,
-                tables.with_left, part.aligned, part.rows, part.columns, num_warps=8,
+                tables.tiles, tables.matrices, at["gradients"], room["vectors"], part.first, tables.with_left,
+                part.aligned, part.rows, part.columns, num_warps=8,
             )  # fmt: skip
         kernels.gather[(tables.count_of["blocks"],)](
             tables.blocks, tables.matrices, at["gradients"], room["vectors"], room["block_sums"],
@@ -249,11 +248,17 @@ class _Step:
         for member, (first, count) in tables.matrices_of.items():
             on_inputs, on_outputs = self.groups[member]["damping"], self.groups[member]["output_damping"]
             kernels.combine[(count,)](
-                tables.matrices, room["block_sums"], room["tile_squares"], room["matrix_numbers"], float(on_inputs),
+                tables.matrices, room["block_sums"], room["matrix_numbers"], float(on_inputs),
                 float(on_inputs if on_outputs is None else on_outputs), first, BLOCKS.vector,
             )  # fmt: skip
         kernels.settle[(len(self.layers),)](
-            tables.layers, at["fixed"], room["matrix_numbers"], room["layer_numbers"], squares, BLOCKS.vector
+            tables.layers,
+            tables.matrices,
+            at["fixed"],
+            room["matrix_numbers"],
+            room["layer_numbers"],
+            squares,
+            BLOCKS.vector,
         )
         for part in tables.chunk_segments:
             self.flat_kernels.measure_flat[(part.count,)](

@@ -7,9 +7,10 @@ A weight is seen as it is stored: ``G`` with rows and columns, a vector ``u`` on
     P = G - alpha q vᵀ - u (beta w - alpha beta (u·q) v)ᵀ
 
 is every direction: Eva's, Eva-f's (``u`` is zero) and those of weights that are stored transposed (the
-vectors change places). The gradient is read twice: :func:`measure` takes what the scales need,
-:func:`apply` writes momentum and weight. Sums are made of parts in a fixed order, without atomics: a step is
-the same each time.
+vectors change places). Each row of ``P`` is given one length, as :mod:`gradweave.optim.rules` says: by ``|G|²``
+of the row, less a multiple of ``q²``, and a multiple of ``u²``. Weights that are stored transposed have one
+scale. The gradient is read twice: :func:`measure` takes what the scales need, :func:`apply` writes momentum and
+weight. Sums are made of parts in a fixed order, without atomics: a step is the same each time.
 
 Tables are of int64, a row for each thing; what their columns are, :mod:`gradweave.optim.fused_tables` says.
 """
@@ -134,10 +135,10 @@ def _column_vector(vectors, offset, at, inside, columns, taps):
 
 @triton.jit(do_not_specialize=["first"])
 def measure(
-    tiles, matrices, gradients, vectors, tile_squares, first,
+    tiles, matrices, gradients, vectors, first,
     with_left: tl.constexpr, aligned: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    """The first pass over gradients: of a tile its part of ``q`` and ``w``, and its square."""
+    """The first pass over gradients: of a tile its part of ``q``, of ``w`` and of the squares of rows."""
     tile = first + tl.program_id(0)
     matrix = tl.load(tiles + tile * 4)
     first_row = tl.load(tiles + tile * 4 + 1).to(tl.int32)
@@ -151,6 +152,7 @@ def measure(
     on_rows = tl.load(row + 9)
     on_columns = tl.load(row + 10)
     q_parts = vectors + tl.load(row + 13) + (first_column // block_columns) * rows
+    square_parts = q_parts + tl.load(row + 16) * rows
     w_parts = vectors + tl.load(row + 14) + (first_row // tl.load(row + 15).to(tl.int32)) * columns
     start = tl.load(row + 1) * rows * columns + first_row.to(tl.int64) * columns + first_column
     gradient = tl.load(gradients + layer * 2).to(tl.pointer_type(tl.float32))
@@ -164,20 +166,18 @@ def measure(
     along = tl.arange(0, block_columns)
     inside = first_column + along < columns
     v = _column_vector(vectors, on_columns, first_column + along, inside, columns, taps)
-    square = tl.zeros([block_rows, block_columns], tl.float32)
     across = tl.zeros([block_rows, block_columns], tl.float32)
     for above in range(0, end_row - first_row, block_rows):
         present = first_row + above + down < end_row
         mask = present[:, None] & inside[None, :]
         part = tl.load(gradient + (above + down)[:, None] * columns + along[None, :], mask=mask, other=0.0)
         tl.store(q_parts + first_row + above + down, tl.sum(part * v[None, :], 1), mask=present)
-        square += part * part
+        tl.store(square_parts + first_row + above + down, tl.sum(part * part, 1), mask=present)
         if with_left:
             u = tl.load(vectors + on_rows + first_row + above + down, mask=present & (on_rows >= 0), other=0.0)
             across += part * u[:, None]
     if with_left:
         tl.store(w_parts + first_column + along, tl.sum(across, 0), mask=inside)
-    tl.store(tile_squares + tile, tl.sum(tl.sum(square, 1), 0))
 
 
 @triton.jit
@@ -185,7 +185,7 @@ def gather(
     blocks, matrices, gradients, vectors, block_sums,
     with_left: tl.constexpr, parts_at_once: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of some elements of ``q`` (with the bias' column) or of ``w``, and what both add to sums."""
+    """Adds up the parts of some elements of ``q`` and rows' squares (with the bias' column), or of ``w``."""
     number = tl.program_id(0)
     matrix = tl.load(blocks + number * 4)
     of_columns = tl.load(blocks + number * 4 + 1)
@@ -207,15 +207,23 @@ def gather(
         mask = (part + down < count)[:, None] & inside[None, :]
         total += tl.load(parts + (part + down)[:, None] * length + at[None, :], mask=mask, other=0.0)
     found = tl.sum(total, 0)
+    total = tl.zeros([parts_at_once, block], tl.float32)
+    parts += count * rows
+    for part in range(0, tl.where(of_columns > 0, 0, count), parts_at_once):
+        mask = (part + down < count)[:, None] & inside[None, :]
+        total += tl.load(parts + (part + down)[:, None] * rows + at[None, :], mask=mask, other=0.0)
+    row_square = tl.sum(total, 0)
     bias_gradient = tl.load(gradients + layer * 2 + 1)
     has_bias = (bias_gradient != 0) & (tl.load(row + 22) > 0) & (of_columns == 0)
     bias = bias_gradient.to(tl.pointer_type(tl.float32)) + tl.load(row + 1) * rows
     g = tl.load(bias + at, mask=inside & has_bias, other=0.0)
     found += g
+    row_square += g * g
     tl.store(whole + at, found, mask=inside)
+    tl.store(whole + rows + at, row_square, mask=inside & (of_columns == 0))
     square = tl.sum(found * found, 0)
     tl.store(block_sums + number * 8, tl.where(of_columns > 0, 0.0, square))
-    tl.store(block_sums + number * 8 + 3, tl.sum(g * g, 0))
+    tl.store(block_sums + number * 8 + 3, tl.sum(row_square, 0))
     tl.store(block_sums + number * 8 + 4, tl.where(of_columns > 0, square, 0.0))
     uq = 0.0
     ug = 0.0
@@ -234,16 +242,12 @@ def _inverse(square, damping):
 
 
 @triton.jit(do_not_specialize=["first"])
-def combine(
-    matrices, block_sums, tile_squares, matrix_numbers, input_damping, output_damping, first, block: tl.constexpr
-):
+def combine(matrices, block_sums, matrix_numbers, input_damping, output_damping, first, block: tl.constexpr):
     """Of each matrix: its factors, its gradient's square, and by how much the direction's square is less."""
     matrix = first + tl.program_id(0)
     row = matrices + matrix * 24
     first_block = tl.load(row + 18).to(tl.int32)
     blocks = tl.load(row + 19).to(tl.int32)
-    first_tile = tl.load(row + 20).to(tl.int32)
-    tiles = tl.load(row + 21).to(tl.int32)
     has_bias = tl.load(row + 22) > 0
     is_transposed = tl.load(row + 23) > 0
     at = tl.arange(0, block)
@@ -260,8 +264,6 @@ def combine(
         ug += tl.load(sums + 2, mask=inside, other=0.0)
         square += tl.load(sums + 3, mask=inside, other=0.0)
         w_square += tl.load(sums + 4, mask=inside, other=0.0)
-    for start in range(0, tiles, block):
-        square += tl.load(tile_squares + first_tile + start + at, mask=start + at < tiles, other=0.0)
     on_bias = tl.sum(ug, 0)
     across = tl.sum(uq, 0)
     inputs_square = tl.load(matrix_numbers + matrix * 8 + 6) + tl.where(has_bias, 1.0, 0.0)
@@ -274,7 +276,8 @@ def combine(
     beta = tl.where(is_transposed, on_inputs, on_outputs)
     twice_alpha = tl.where(is_transposed, twice_outputs, twice_inputs)
     twice_beta = tl.where(is_transposed, twice_inputs, twice_outputs)
-    less = twice_alpha * tl.sum(q_square, 0) + twice_beta * (tl.sum(w_square, 0) + on_bias * on_bias)
+    across_rows = tl.sum(w_square, 0) + on_bias * on_bias
+    less = twice_alpha * tl.sum(q_square, 0) + twice_beta * across_rows
     less -= twice_alpha * twice_beta * across * across
     numbers = matrix_numbers + matrix * 8
     tl.store(numbers, alpha)
@@ -283,11 +286,13 @@ def combine(
     tl.store(numbers + 3, beta * on_bias)
     tl.store(numbers + 4, less)
     tl.store(numbers + 5, tl.sum(square, 0))
+    tl.store(numbers + 6, beta * beta * tl.maximum(across_rows - twice_alpha * across * across, 0.0))
+    tl.store(numbers + 7, twice_alpha)
 
 
 @triton.jit
-def settle(layers, fixed, matrix_numbers, layer_numbers, squares, block: tl.constexpr):
-    """Of each layer: its gradient's square, and the scale that gives its step the layer's size."""
+def settle(layers, matrices, fixed, matrix_numbers, layer_numbers, squares, block: tl.constexpr):
+    """Of each layer: its gradient's square, the scale that gives its step the layer's size, and a row's share."""
     layer = tl.program_id(0)
     first = tl.load(layers + layer * 8 + 4).to(tl.int32)
     count = tl.load(layers + layer * 8 + 5).to(tl.int32)
@@ -305,6 +310,8 @@ def settle(layers, fixed, matrix_numbers, layer_numbers, squares, block: tl.cons
     length = tl.sqrt(direction_square)
     scale = tl.where(length > 0, size, 0.0) / tl.where(length > 0, length, 1.0)
     tl.store(layer_numbers + layer * 8 + 4, scale)
+    rows = tl.load(matrices + first * 24 + 2) * count
+    tl.store(layer_numbers + layer * 8 + 5, size / tl.sqrt(rows.to(tl.float32)))
     tl.store(squares + layer, gradient_square)
 
 
@@ -331,8 +338,12 @@ def apply(
     q = vectors + tl.load(row + 11)
     w = vectors + tl.load(row + 12)
     numbers = matrix_numbers + matrix * 8
-    scale = tl.load(layer_numbers + layer * 8 + 4) * sign
+    layer_scale = tl.load(layer_numbers + layer * 8 + 4)
+    row_size = tl.load(layer_numbers + layer * 8 + 5)
+    is_transposed = tl.load(row + 23) > 0
     alpha = tl.load(numbers)
+    on_left = tl.load(numbers + 6)
+    twice_alpha = tl.load(numbers + 7)
     beta = tl.load(numbers + 1)
     both = tl.load(numbers + 2)
     lr = rate
@@ -378,14 +389,22 @@ def apply(
         mask = present[:, None] & inside[None, :]
         place = (above + down)[:, None] * columns + along[None, :]
         part = tl.load(gradient + place, mask=mask, other=0.0)
-        left = alpha * tl.load(q + at, mask=present, other=0.0)
+        along_v = tl.load(q + at, mask=present, other=0.0)
+        row_square = tl.load(q + rows + at, mask=present, other=0.0)
+        left = alpha * along_v
+        row_square = tl.maximum(row_square - twice_alpha * along_v * along_v, 1.1920929e-07 * row_square)
+        if with_left:
+            u = tl.load(vectors + on_rows + at, mask=present & (on_rows >= 0), other=0.0)
+            row_square += u * u * on_left
+        length = tl.sqrt(row_square)
+        row_scale = tl.where(length > 0, row_size, 0.0) / tl.where(length > 0, length, 1.0)
+        scale = tl.where(is_transposed, layer_scale, row_scale) * sign
         part -= left[:, None] * v[None, :]
         g = tl.load(bias_gradients + at, mask=present & has_bias, other=0.0) - left
         if with_left:
-            u = tl.load(vectors + on_rows + at, mask=present & (on_rows >= 0), other=0.0)
             part -= u[:, None] * right[None, :]
             g -= u * bias_right
-        moved = tl.load(buffer + place, mask=mask, other=0.0) * momentum + part * scale
+        moved = tl.load(buffer + place, mask=mask, other=0.0) * momentum + part * scale[:, None]
         tl.store(buffer + place, moved, mask=mask)
         tl.store(weight + place, tl.load(weight + place, mask=mask, other=0.0) * shrink - moved * lr, mask=mask)
         moved = tl.load(bias_buffers + at, mask=present & has_bias, other=0.0) * momentum + g * scale

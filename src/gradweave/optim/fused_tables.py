@@ -9,8 +9,9 @@ no vectors is cut into *chunks*. Rows of the tables, all of int64:
 - matrix (24): layer, group, rows, columns, taps that come before channels in a row (1 for none), length of
   the input and of the output vector, and as places in the buffer of vectors: the new input vector, the new
   output vector, the one on the rows (-1 for none), the one on the columns (likewise), both products, parts of
-  both products; rows of a tile, number of parts of both products, first block and number of blocks, first tile
-  and number of tiles, whether there is a bias, whether it is stored transposed.
+  both products (behind the product along rows and its parts come the squares of rows and theirs); rows of a
+  tile, number of parts of both products, first block and number of blocks, first tile and number of tiles,
+  whether there is a bias, whether it is stored transposed.
 - tile (4): matrix, first row, row behind the last, first column.
 - block (4): matrix, whether of the product along columns, first element.
 - chunk (4): tensor, first element, element behind the last.
@@ -192,8 +193,8 @@ def _add_matrix(
     new_inputs = draft.place(inputs)
     new_outputs = draft.place(outputs) if outputs else -1
     on_rows, on_columns = (new_inputs, new_outputs) if shape.transposed else (new_outputs, new_inputs)
-    places = [new_inputs, max(new_outputs, 0), on_rows, on_columns, draft.place(rows), draft.place(columns)]
-    places += [draft.place(parts_of_rows * rows), draft.place(parts_of_columns * columns * draft.with_left)]
+    places = [new_inputs, max(new_outputs, 0), on_rows, on_columns, draft.place(2 * rows), draft.place(columns)]
+    places += [draft.place(2 * parts_of_rows * rows), draft.place(parts_of_columns * columns * draft.with_left)]
     first_block = len(draft.blocks)
     draft.blocks += [[number, 0, start, 0] for start in range(0, rows, sizes.vector)]
     if on_rows >= 0:

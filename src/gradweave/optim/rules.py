@@ -10,7 +10,10 @@ output vector ``b``, every rule's direction is ``P = G - L Rᵀ`` with one or tw
 with damping g, which may be a share of the squares beside it. The first is Eva's as published, the
 second Eva-f's. The third is our Eva's: damping each factor by itself, as K-FAC does, keeps the
 correction from vanishing. ``P·G`` and ``|P|²``, which the scales need, follow from ``|G|²``, ``G a``
-and ``bᵀ G``: ``P`` itself is never made before it is applied.
+and ``bᵀ G``: ``P`` itself is never made before it is applied. Nor are its rows, which our own scale gives
+one length each: it goes by the length that the inputs' side leaves them, which follows from ``G a``, and by that
+of what the outputs' side takes off. Their sum of squares is the row's, were they orthogonal; with an angle between
+them a step is at most 1.42 times as long as it should be.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import torch
 
 JOINT, INPUTS, TWO_SIDED = "joint", "inputs", "two_sided"
 
-LAYER, NORMALIZE, KL_CLIP, RESCALE, GRADIENT_NORM, NONE = (
-    "layer", "normalize", "kl_clip", "rescale", "gradient_norm", "none",
+ROW, LAYER, NORMALIZE, KL_CLIP, RESCALE, GRADIENT_NORM, NONE = (
+    "row", "layer", "normalize", "kl_clip", "rescale", "gradient_norm", "none",
 )  # fmt: skip
-LOCAL_TRUSTS = (LAYER, GRADIENT_NORM, NONE)
+LOCAL_TRUSTS = (ROW, LAYER, GRADIENT_NORM, NONE)
 """Those whose scale is each layer's own."""
+SIZED_TRUSTS = (ROW, LAYER)
+"""Those that measure steps by the norm that a weight had at first."""
 
 Number = float | torch.Tensor
 
@@ -39,7 +44,8 @@ class Manner:
         relative: Whether damping is a share of the vectors' squared size, or a number as it is.
         divided: Whether the direction is divided by the damping, as an inverse would be.
         trust: What the direction's scale is: ``"layer"`` makes a layer's step ``lr`` times the norm
-            that its weight had at first; ``"normalize"`` divides by the root of the sum of P·G; ``"kl_clip"``
+            that its weight had at first, and ``"row"`` gives each of its rows (an output's weights, with its bias)
+            the same share of that; ``"normalize"`` divides by the root of the sum of P·G; ``"kl_clip"``
             limits lr² times that sum; ``"rescale"`` gives all directions together the gradients'
             norm, ``"gradient_norm"`` each its own gradient's; ``"none"`` leaves them.
         decoupled: Whether weight decay is applied to the weight, or added to the direction.
@@ -49,7 +55,7 @@ class Manner:
     formula: str
     relative: bool = True
     divided: bool = False
-    trust: str = LAYER
+    trust: str = ROW
     decoupled: bool = True
     nesterov_twice: bool = False
 
@@ -66,6 +72,7 @@ class Direction:
         agreement: ``P·G``.
         square: ``|P|²``.
         factor: What the direction is to be multiplied by besides its scale.
+        row_squares: Of each row the square that its scale goes by, where scales are by rows: groups, rows.
     """
 
     left: torch.Tensor
@@ -75,6 +82,7 @@ class Direction:
     agreement: torch.Tensor
     square: torch.Tensor
     factor: Number
+    row_squares: torch.Tensor | None = None
 
 
 def direction(
@@ -98,7 +106,7 @@ def direction(
         bias_gradient: The bias' column: groups, rows.
         gradient_square: ``|G|²`` with the bias'.
         inputs: ``a`` without the one of a bias: groups, columns.
-        outputs: ``b``: groups, rows; not for Eva-f.
+        outputs: ``b``: groups, rows; not for Eva-f, nor where only the inputs' side is known.
         output_damping: Of the left side, if it is not that of the right one.
         pointwise: Whether to multiply and add up, which a compiler makes one pass with all else that
             reads the gradient, or to call for a product.
@@ -110,7 +118,7 @@ def direction(
         inputs_square = inputs_square + 1
     ones = None if bias_gradient is None else torch.ones_like(inputs_square)
     factor = 1 / damping if manner.divided else 1.0
-    if manner.formula == TWO_SIDED:
+    if manner.formula == TWO_SIDED and outputs is not None:
         on_left = damping if output_damping is None else output_damping
         return _two_sided(
             manner,
@@ -124,8 +132,11 @@ def direction(
             inputs_square,
             pointwise=pointwise,
         )
-    if manner.formula == INPUTS:
-        left = products * _inverse(inputs_square, damping, manner)[:, None]
+    row_squares = None
+    if manner.formula != JOINT:
+        on_inputs = _inverse(inputs_square, damping, manner)
+        left = products * on_inputs[:, None]
+        row_squares = _row_squares(manner, gradient, bias_gradient, products, twice(on_inputs, inputs_square))
     else:
         b = _present(outputs)
         size = inputs_square * b.square().sum(-1)
@@ -140,7 +151,29 @@ def direction(
         gradient_square - removed,
         _positive(square, gradient_square),
         factor,
+        row_squares,
     )
+
+
+def _row_squares(
+    manner: Manner,
+    gradient: torch.Tensor,
+    bias_gradient: torch.Tensor | None,
+    products: torch.Tensor,
+    twice_inputs: torch.Tensor,
+) -> torch.Tensor | None:
+    """Of each row of ``G (I - alpha a aᵀ)``, its square."""
+    if manner.trust != ROW:
+        return None
+    rows = (gradient * gradient).sum(-1)
+    if bias_gradient is not None:
+        rows = rows + bias_gradient.square()
+    return _positive(rows - twice_inputs[:, None] * products.square(), rows)
+
+
+def twice(alpha: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+    """What ``|x|²`` loses by ``I - alpha a aᵀ``, per square of ``a·x``."""
+    return alpha * (2 - alpha * square)
 
 
 def _two_sided(
@@ -150,13 +183,12 @@ def _two_sided(
     bias_gradient: torch.Tensor | None,
     gradient_square: torch.Tensor,
     inputs: torch.Tensor,
-    outputs: torch.Tensor | None,
+    b: torch.Tensor,
     products: torch.Tensor,
     inputs_square: torch.Tensor,
     *,
     pointwise: bool,
 ) -> Direction:
-    b = _present(outputs)
     outputs_square = b.square().sum(-1)
     on_inputs = _inverse(inputs_square, damping[0], manner)
     on_outputs = _inverse(outputs_square, damping[1], manner)
@@ -172,8 +204,11 @@ def _two_sided(
         rows_square = rows_square + bias_row.square()
         bias_right = torch.stack((torch.ones_like(both), bias_row * on_outputs - both), -1)
     products_square = products.square().sum(-1)
-    twice_inputs = on_inputs * (2 - on_inputs * inputs_square)
-    twice_outputs = on_outputs * (2 - on_outputs * outputs_square)
+    twice_inputs, twice_outputs = twice(on_inputs, inputs_square), twice(on_outputs, outputs_square)
+    row_squares = _row_squares(manner, gradient, bias_gradient, products, twice_inputs)
+    if row_squares is not None:
+        taken_off = on_outputs.square() * (rows_square - twice_inputs * across.square()).clamp_min(0)
+        row_squares = row_squares + b.square() * taken_off[:, None]
 
     def inner(alpha: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         """What G loses in ``(I - beta b bᵀ) G (I - alpha a aᵀ) · G``."""
@@ -182,7 +217,16 @@ def _two_sided(
     square = gradient_square - inner(twice_inputs, twice_outputs)
     agreement = gradient_square - inner(on_inputs, on_outputs)
     factor = 1 / (damping[0] * damping[1]) if manner.divided else 1.0
-    return Direction(left, right, bias_right, gradient_square, agreement, _positive(square, gradient_square), factor)
+    return Direction(
+        left,
+        right,
+        bias_right,
+        gradient_square,
+        agreement,
+        _positive(square, gradient_square),
+        factor,
+        row_squares,
+    )
 
 
 def _present(outputs: torch.Tensor | None) -> torch.Tensor:
@@ -203,8 +247,17 @@ def _positive(square: torch.Tensor, gradient_square: torch.Tensor) -> torch.Tens
 
 
 def local_scale(trust: str, found: Direction, weight_norm: torch.Tensor) -> torch.Tensor:
-    """The scale of a layer's direction, where it is the layer's own."""
-    if trust == LAYER:
+    """The scale of a layer's direction, where it is the layer's own: one number, or groups by rows by one.
+
+    Args:
+        trust: Which.
+        found: The direction.
+        weight_norm: What steps are measured by.
+    """
+    if trust == ROW and found.row_squares is not None:
+        lengths = found.row_squares.sqrt()
+        return ratio(weight_norm * lengths.numel() ** -0.5, lengths)[..., None]
+    if trust in SIZED_TRUSTS:
         return ratio(weight_norm, found.square.sqrt())
     if trust == GRADIENT_NORM:
         return ratio(found.gradient_square.sqrt(), found.square.sqrt())
