@@ -6,7 +6,7 @@
 
 Every optimizer has the same number of trials: four learning rates of its own, then two more (the best one times
 and over 1.5, or two refresh intervals), all from one seed; the best goes on to three seeds, with schedules of
-three lengths. Trials that the results hold already are left out, so that a table can be filled in several runs.
+three lengths. Refreshing in every step makes a step many times as long, and does not go on. Trials that the results hold already are left out, so that a table can be filled in several runs.
 On a GPU a step is one CUDA graph where the optimizer permits it, and ``--together`` trials run side by side: only
 their losses are read, ``time`` measures steps by themselves.
 """
@@ -34,8 +34,6 @@ from gradweave.compare.run import environment
 
 SEEDS = (0, 1, 2)
 FIRST_INTERVAL = 10
-POINTS = 12
-"""How often a trial is tested."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def _stages(name: str, contender: Contender, task: Task, rows: list[dict[str, st
         moved = [float(f"{lead.lr * factor:.4g}") for factor in (1.5, 1 / 1.5)]
         more = [Trial(name, lr, FIRST_INTERVAL, length, 0) for lr in moved]
     yield more
-    lead = best(task, rows, grid + more)
+    lead = best(task, rows, [trial for trial in grid + more if trial.interval > 1])
     yield [Trial(name, lead.lr, lead.interval, n, seed) for n in task.lengths for seed in SEEDS]
 
 
@@ -168,7 +166,7 @@ def share_of(step: int, length: int) -> float:
 def train(task: Task, contender: Contender, trial: Trial, device: str, until: float) -> list[dict[str, Any]] | None:
     """The figures of a trial; None if it is not done by a time of the clock."""
     training = Training(task, contender, trial, device)
-    every = max(1, trial.length // POINTS)
+    every = max(1, trial.length // task.points)
     about = {**dict(zip(FIELDS, trial.key, strict=True)), "metric": task.metric}
     where = environment(torch.device(device))
     rows = []
@@ -195,6 +193,7 @@ class Worker:
 
     @classmethod
     def begin(cls, name: str, data: Path, device: str, toy: bool) -> None:
+        torch.backends.cudnn.benchmark = True
         cls.task, cls.who, cls.device = TASKS[name](data, device, toy=toy), contenders(name), device
 
     @classmethod
@@ -247,8 +246,8 @@ def measure(name: str, task: Task, path: Path, device: str) -> None:
             training = Training(task, contender, Trial(contender_name, 1e-4, interval, 1, 0), device)
             for _ in range(5):
                 training.step(1.0)
-            steps, times = max(20, interval), []
-            for _ in range(5):
+            steps, times = (20 if not contender.intervals else max(5, interval)), []
+            for _ in range(5 if steps > 5 else 3):
                 synchronize(device)
                 began = time.perf_counter()
                 for _ in range(steps):

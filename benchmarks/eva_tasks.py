@@ -35,6 +35,7 @@ class Task:
         metric: What that figure is.
         lengths: Numbers of steps that schedules are tried with; the first is the one rates are chosen with.
         lower_is_better: Whether the figure is to be small.
+        points: How often a trial is tested.
     """
 
     make_model: Callable[[], nn.Module]
@@ -44,6 +45,7 @@ class Task:
     metric: str
     lengths: tuple[int, ...]
     lower_is_better: bool = True
+    points: int = 12
 
 
 def _pick(count: int, size: int, generator: torch.Generator, device: str) -> torch.Tensor:
@@ -130,7 +132,7 @@ def resnet9(width: int) -> nn.Module:
         *_convolution(half[0], half[1], pool),
         *_convolution(half[1], half[2], pool),
         Residual(*_convolution(half[2], half[2]), *_convolution(half[2], half[2])),
-        nn.AdaptiveMaxPool2d(1),
+        nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(half[2], 10),
     )
@@ -203,8 +205,8 @@ def cifar(data: Path, device: str, *, toy: bool) -> Task:
             )
         return float(right) / len(test_y)
 
-    lengths = (4,) if toy else (1200, 700, 2400)
-    return Task(make_model, batch, loss, accuracy, "test accuracy", lengths, lower_is_better=False)
+    lengths = (4,) if toy else (600, 1000, 1600)
+    return Task(make_model, batch, loss, accuracy, "test accuracy", lengths, lower_is_better=False, points=8)
 
 
 def text(data: Path, device: str, *, toy: bool) -> Task:
@@ -235,7 +237,7 @@ def text(data: Path, device: str, *, toy: bool) -> Task:
     def make_model() -> nn.Module:
         return GPT(vocabulary=256, width=width, blocks=blocks, heads=4, tokens=length).to(device)
 
-    return Task(make_model, batch, loss, test_loss, "test loss", (4,) if toy else (1000, 600, 2000))
+    return Task(make_model, batch, loss, test_loss, "test loss", (4,) if toy else (800, 500, 1200))
 
 
 TASKS: dict[str, Any] = {"autoencoder": autoencoder, "cifar": cifar, "text": text}

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradweave.errors import GradweaveError
+from gradweave.optim import EvaF
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture
 from optim.models import images, loss_of, make_conv, make_mlp, rows
