@@ -6,9 +6,10 @@
 
 Every optimizer has the same number of trials: four learning rates of its own, then two more (the best one times
 and over 1.5, or two refresh intervals), all from one seed; the best goes on to three seeds, with schedules of
-three lengths. Refreshing in every step makes a step many times as long, and does not go on. Trials that the results hold already are left out, so that a table can be filled in several runs.
-On a GPU a step is one CUDA graph where the optimizer permits it, and ``--together`` trials run side by side: only
-their losses are read, ``time`` measures steps by themselves.
+three lengths. Refreshing in every step makes a step many times as long, and does not go on. Trials that the
+results hold already are left out, so that a table can be filled in several runs. On a GPU a step is one CUDA
+graph where the optimizer permits it, and ``--together`` trials run side by side: only their losses are read,
+``time`` measures steps by themselves.
 """
 
 from __future__ import annotations
