@@ -1,12 +1,14 @@
+import logging
+
 import pytest
 import torch
 from torch import nn, optim
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
-from gradweave import plan
-from gradweave.errors import ArgumentError
-from gradweave.profile import measure_costs
+from gradweave import announce, plan
+from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.profile import measure, measure_costs
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 
@@ -105,6 +107,51 @@ def test_the_update_is_measured_and_not_traced(name, monkeypatch):
     assert traced
     assert not any(traced)
     assert all(layer.update > 0 for layer in costs.layers if layer.parameter_bytes)
+
+
+def test_nothing_is_traced(monkeypatch):
+    monkeypatch.setattr(measure, "compile", None)
+    costs = measure_costs(*setting(), rounds=1)
+    assert [layer.name for layer in costs.layers] == ["0", "2", "4"]
+
+
+def test_a_step_that_cannot_be_seen_is_traced(caplog):
+    """Who writes to a part of a tensor is not seen to have written the whole."""
+    model, _, optimizer, batch = setting()
+
+    def in_parts(model, x, y):
+        made = torch.zeros_like(y)
+        made[:100] = model(x[:100])
+        return F.mse_loss(made, y)
+
+    announce._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="gradweave"):
+        costs = measure_costs(model, in_parts, optimizer, batch, rounds=1)
+    assert any("the step is traced" in message for message in caplog.messages)
+    assert [layer.name for layer in costs.layers] == ["0", "2", "4"]
+    assert all(layer.forward > 0 and layer.weight_grad > 0 for layer in costs.layers)
+
+
+def test_a_model_that_nobody_can_trace():
+    """What Python decides from a value is part of the step as it ran."""
+    model, loss_fn, optimizer, batch = setting()
+
+    def decide(model, x, y):
+        loss = loss_fn(model, x, y)
+        return loss if loss.item() < 1e9 else 2 * loss
+
+    assert len(measure_costs(model, decide, optimizer, batch, rounds=1).layers) == 3
+
+
+def test_without_gradients():
+    with torch.no_grad(), pytest.raises(GradweaveError, match="no_grad"):
+        measure_costs(*setting())
+
+
+def test_a_loss_of_several_elements():
+    model, _, optimizer, batch = setting()
+    with pytest.raises(GradweaveError, match="one element"):
+        measure_costs(model, lambda m, x, _: m(x), optimizer, batch)
 
 
 def is_tracing():

@@ -19,3 +19,20 @@ class EveryCall(TorchDispatchMode):
         """As torch calls it."""
         self._tell(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+class EveryResult(TorchDispatchMode):
+    """Context in which every operation is told of behind its run, with its arguments and its result.
+
+    Also those of backward, whichever thread runs it.
+    """
+
+    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tell = tell
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """As torch calls it."""
+        result = func(*args, **(kwargs or {}))
+        self._tell(func, args, kwargs or {}, result)
+        return result

@@ -6,21 +6,24 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave.announce import announce
 from gradweave.compat.eager import flat_leaves
-from gradweave.errors import ArgumentError
+from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.profile.beside import Calls, captured_seconds, scale_to, with_shares
+from gradweave.profile.operations import differentiate, record_operations
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
-from gradweave.whole_step.step import Step, compile
+from gradweave.whole_step.recording import Mark
+from gradweave.whole_step.step import check_step, compile, placed
 
 ROUNDS = 3
 _UPDATES = 5
@@ -39,13 +42,17 @@ def measure_costs(
 ) -> Costs:
     """Measures a training step task by task; model and optimizer stay as they are.
 
-    A copy of both takes the steps, one operation after the other. On a GPU the operations of each task are
-    kept, captured and replayed, so that what is measured is their work and not their launches: everything that
-    a step computes is in memory at once meanwhile. The update is the optimizer's own, all at once, and shared
-    out by the size of the weights. There it is also measured how weight gradients run beside forward and
-    backward, by groups of layers: the shares of the device that tasks take (``weight_grad_demand`` and the
-    like) come from that. On a CPU a task has all of it. Where forward and backward can be captured as they are,
-    costs are scaled to what that takes: some operations have other kernels when they are traced.
+    A copy of both runs forward and backward; their operations are noted, and done again one after the other. A step
+    that does more than operations of torch's, such as kernels of its own, is traced as :func:`~gradweave.compile`
+    traces it, which takes longer. On a GPU the operations of each task are kept, captured and replayed, so that what is
+    measured is their work and not their launches: everything that a step computes is in memory at once meanwhile. The
+    update is the optimizer's own, all at once, and shared out by the size of the weights. There it is also measured how
+    weight gradients run beside forward and backward, by groups of layers: the shares of the device that tasks take
+    (``weight_grad_demand`` and the like) come from that. On a CPU a task has all of it. Where forward and backward can
+    be captured as they are, costs are scaled to what that takes.
+
+    With ``torch.backends.cudnn.benchmark``, cuDNN tries out its kernels in the first step of a process, here as in
+    training, which may take longer than all the rest.
 
     Args:
         model: What is trained.
@@ -59,6 +66,8 @@ def measure_costs(
         raise ArgumentError("rounds", rounds, "give at least 1")
     if not any(True for _ in model.parameters()):
         raise ArgumentError("model", type(model).__name__, "has no parameters: there is nothing to train")
+    if not torch.is_grad_enabled():
+        raise GradweaveError("measure_costs() under no_grad() or inference_mode(): training needs gradients; leave it")
     device = next(model.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return _measure(model, loss_fn, optimizer, batch, device, rounds, progress)
@@ -75,22 +84,23 @@ def _measure(
 ) -> Costs:
     model, optimizer = copy.deepcopy((model, optimizer))
     sizes = _Sizes(model)
-    step = compile(model, loss_fn, _no_update(optimizer), lower="replay")
+    check_step(model, _no_update(optimizer))
+    batch = placed(batch, model)
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     progress("warming up", 0.0)
     with sizes:
-        step(*batch)
+        differentiate(model, loss_fn, params, batch)
+    operations = _operations(model, loss_fn, optimizer, params, batch)
     calls = Calls()
     if device.type == "cuda":
-        step.record(calls.task)
-        step(*batch)
+        operations.run(calls.task)
         seconds = calls.seconds(device, lambda done: progress("tasks alone", done / 2))
     else:
-        seconds = _time_steps(step, batch, rounds, progress)
-    step.record(None)
+        seconds = _time_steps(operations, rounds, progress)
     update = _time_updates(optimizer, device, rounds)
-    everything = sum(sizes.of(name)[2] for name in step.recorded_layers)
+    everything = sum(sizes.of(name)[2] for name in operations.layers)
     layers = []
-    for number, name in enumerate(step.recorded_layers):
+    for number, name in enumerate(operations.layers):
         forward, input_grad, weight_grad = (seconds.get((kind, number), 0.0) for kind in (Kind.F, Kind.X, Kind.W))
         given, made, weights = sizes.of(name)
         own = update * weights / max(everything, 1)
@@ -101,10 +111,60 @@ def _measure(
         costs = with_shares(
             costs, calls, capturable_update(optimizer), device, lambda doing, done: progress(doing, 0.5 + done / 2)
         )
-        del calls, step
+        del calls, operations
         costs = scale_to(costs, captured_seconds(partial(_stock, model, loss_fn, batch), device))
         progress("done", 1.0)
     return costs
+
+
+class _TaskByTask(Protocol):
+    """Forward and backward that can be run with a context for each task."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of its layers' modules, once it has run."""
+
+    def run(self, mark: Mark) -> None:
+        """Does everything once."""
+
+
+def _operations(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    optimizer: Optimizer,
+    params: Sequence[nn.Parameter],
+    batch: Sequence[Any],
+) -> _TaskByTask:
+    """What a step does, as it is seen to run; or as it is traced, where not all of it can be seen and done again."""
+    try:
+        operations = record_operations(model, loss_fn, params, batch)
+        operations.run(lambda *_: nullcontext())
+        return operations
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # who looks on meets whatever others do with torch's modes
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        announce(f"measure_costs: the step is traced, which takes longer: {why}")
+    return _Traced(model, loss_fn, optimizer, batch)
+
+
+class _Traced:
+    """A step as :func:`compile` traces it, of a batch."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: Optimizer, batch: Sequence[Any]
+    ) -> None:
+        self._step = compile(model, loss_fn, _no_update(optimizer), lower="replay")
+        self._batch = batch
+        self._step(*batch)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return self._step.recorded_layers
+
+    def run(self, mark: Mark) -> None:
+        self._step.record(mark)
+        self._step(*self._batch)
 
 
 def _no_update(optimizer: Optimizer) -> Optimizer:
@@ -119,13 +179,12 @@ def _stock(model: nn.Module, loss_fn: Callable[..., Any], batch: Sequence[Any]) 
     (loss[0] if isinstance(loss, tuple) else loss).backward()
 
 
-def _time_steps(step: Step, batch: Sequence[Any], rounds: int, progress: Progress) -> dict[tuple[Kind, int], float]:
+def _time_steps(operations: _TaskByTask, rounds: int, progress: Progress) -> dict[tuple[Kind, int], float]:
     """Seconds of each task: medians of some steps, behind one that is not counted."""
     found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for number in range(rounds + 1):
         timing = _Timing()
-        step.record(timing.task)
-        step(*batch)
+        operations.run(timing.task)
         for task, spent in timing.seconds.items() if number else ():
             found[task].append(spent)
         progress(f"round {number} of {rounds}", number / rounds)

@@ -7,7 +7,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from gradweave.compat.eager import memory_of
 from gradweave.whole_step.trace import changed_by, phase_of
@@ -53,22 +53,27 @@ def split_convolutions(graph: GraphModule) -> None:
 
     Only the first is what the layer below waits for.
     """
-    for node in list(graph.graph.nodes):
+    split_convolutions_of(graph.graph)
+    graph.recompile()
+
+
+def split_convolutions_of(graph: Graph) -> None:
+    """As :func:`split_convolutions`, of a graph that is no module's."""
+    for node in list(graph.nodes):
         if node.target is not torch.ops.aten.convolution_backward.default or node.kwargs:
             continue
         *arguments, (wants_input, wants_weight, wants_bias) = node.args
         if not (wants_input and (wants_weight or wants_bias)) or any(user.target is not getitem for user in node.users):
             continue
-        with graph.graph.inserting_before(node):
+        with graph.inserting_before(node):
             of_weight, of_input = (
-                graph.graph.call_function(node.target, (*arguments, mask))
+                graph.call_function(node.target, (*arguments, mask))
                 for mask in ([False, wants_weight, wants_bias], [True, False, False])
             )
         of_weight.meta, of_input.meta = dict(node.meta), dict(node.meta)
         for user in list(node.users):
             user.replace_input_with(node, of_input if user.args[1] == 0 else of_weight)
-        graph.graph.erase_node(node)
-    graph.recompile()
+        graph.erase_node(node)
 
 
 def _memory(node: Node) -> int | None:

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch.fx import Interpreter, Node
+from torch import nn
+from torch.fx import Graph, Interpreter, Node
 
 from gradweave.schedule.tasks import Kind
 from gradweave.whole_step.tasks import Place
@@ -20,13 +21,18 @@ Mark = Callable[[Kind, int], AbstractContextManager[None]]
 def run_marked(traced: TracedStep, inputs: Sequence[torch.Tensor], places: dict[Node, Place], mark: Mark) -> list[Any]:
     """Takes the step on the optimizer's state and numbers as they are; returns the traced outputs."""
     optimizer = traced.optimizer
+    given = [list(inputs), optimizer.state(), list(optimizer.numbers())]
+    result: list[Any] = run_graph(traced.graph, traced.graph.graph, given, places, mark)
+    return result[:-1] if traced.can_skip else result
+
+
+def run_graph(module: nn.Module, graph: Graph, inputs: Sequence[Any], places: dict[Node, Place], mark: Mark) -> Any:
+    """Runs a graph of a module on its inputs, each task in its mark; returns what the graph does."""
     open_task = ExitStack()
     try:
-        interpreter = _Marking(traced.graph, places, mark, open_task)
-        result: list[Any] = interpreter.run(list(inputs), optimizer.state(), list(optimizer.numbers()))
+        return _Marking(module, graph, places, mark, open_task).run(*inputs)
     finally:
         open_task.close()
-    return result[:-1] if traced.can_skip else result
 
 
 class _Marking(Interpreter):
@@ -36,9 +42,9 @@ class _Marking(Interpreter):
     """
 
     def __init__(
-        self, graph: torch.fx.GraphModule, places: dict[Node, Place], mark: Mark, open_task: ExitStack
+        self, module: nn.Module, graph: Graph, places: dict[Node, Place], mark: Mark, open_task: ExitStack
     ) -> None:
-        super().__init__(graph)
+        super().__init__(module, graph=graph)
         self._places = places
         self._mark = mark
         self._open = open_task

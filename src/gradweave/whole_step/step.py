@@ -103,7 +103,7 @@ def compile(
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
         if limit is not None and not limit > 0:
             raise ArgumentError(name, limit, "give a positive number, or None")
-    _check(model, optimizer)
+    check_step(model, optimizer)
     clipping = Clipping(max_grad_norm, max_grad_value)
     if scaler is not None and not scaler.is_enabled():
         scaler = None
@@ -117,7 +117,8 @@ def compile(
     return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
 
 
-def _check(model: nn.Module, optimizer: Optimizer) -> None:
+def check_step(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses what cannot be one graph, with the reason."""
     check_is_module(model)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
@@ -186,7 +187,7 @@ class Step:
             raise GradweaveError("the optimizer has step hooks, which would not see gradients; remove them")
         if not torch.is_grad_enabled():
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
-        batch = self._placed(batch)
+        batch = placed(batch, self.model)
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         shapes = _shapes(batch)
         if self._first_shapes is None:
@@ -249,18 +250,6 @@ class Step:
         if self._shared.norm is None:
             raise GradweaveError("no norm was computed: give max_grad_norm to compile(), and take a step")
         return self._shared.norm
-
-    def _placed(self, batch: Any) -> Any:
-        device = next((p.device for p in self.model.parameters()), None)
-        if device is None or device.type == "cpu":
-            return batch
-
-        def place(value: Any) -> Any:
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                return value.to(device, non_blocking=True)
-            return value
-
-        return map_nested(place, batch)
 
     def _padded(self, batch: Any, shapes: Sequence[Any]) -> Any:
         announce(f"compile: a batch of shapes {shapes} is padded to {self._first_shapes}")
@@ -332,6 +321,20 @@ def _shapes(batch: Any) -> tuple[Any, ...]:
     return tuple(value.shape if isinstance(value, torch.Tensor) else None for value in flat_leaves(batch))
 
 
+def placed(batch: Any, model: nn.Module) -> Any:
+    """A batch whose tensors are where the model is."""
+    device = next((p.device for p in model.parameters()), None)
+    if device is None or device.type == "cpu":
+        return batch
+
+    def place(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            return value.to(device, non_blocking=True)
+        return value
+
+    return map_nested(place, batch)
+
+
 class _Job:
     """What Dynamo gets to see of a step; it keeps that for good, so it can be emptied."""
 
@@ -368,12 +371,17 @@ def _objective(job: _Job) -> Callable[..., tuple[torch.Tensor, Any]]:
     """The function that is captured; the operation that gives the loss is marked."""
 
     def objective(*batch: Any) -> tuple[torch.Tensor, Any]:
-        result = job.loss_fn(job.model, *batch)
-        loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise GradweaveError("loss_fn must return a loss of one element, or a tuple of it and anything else")
+        loss, more = loss_and_more(job.loss_fn(job.model, *batch))
         with torch.fx.traceback.annotate(LOSS_MARK):
             loss = loss.view(())
         return loss, more
 
     return objective
+
+
+def loss_and_more(result: Any) -> tuple[torch.Tensor, Any]:
+    """What ``loss_fn`` returned: the loss, and what came with it."""
+    loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise GradweaveError("loss_fn must return a loss of one element, or a tuple of it and anything else")
+    return loss, more

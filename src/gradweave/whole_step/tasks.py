@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,11 +44,25 @@ def tasks_of(traced: TracedStep, model: nn.Module) -> StepTasks:
     layers, such as a norm, is layer 0's.
     """
     nodes = list(traced.graph.graph.nodes)
-    owner = dict(zip((n for n in nodes if n.op == "placeholder"), traced.owners, strict=True))
-    names = _module_names(traced, model)
+    owners = dict(zip((n for n in nodes if n.op == "placeholder"), traced.owners, strict=True))
+    owner = {node: index for node, index in owners.items() if index is not None}
+    return tasks_among(nodes, owner, module_names(traced.optimizer.params, model), {})
+
+
+def tasks_among(
+    nodes: Sequence[Node], owner: Mapping[Node, int], names: Sequence[str], gradients: Mapping[Node, Sequence[int]]
+) -> StepTasks:
+    """As :func:`tasks_of`, of operations that need not be a whole step.
+
+    Args:
+        nodes: In their order; each knows its phase.
+        owner: Which of the trainable parameters an input is, or belongs to.
+        names: The module of each trainable parameter.
+        gradients: Of which parameters an operation gives the gradient, where no update is there to tell.
+    """
     layers = _layers(names, nodes, owner)
-    owned = {node: layers[names[index]] for node, index in owner.items() if index is not None}
-    serves = _served(nodes, owned)
+    owned = {node: layers[names[index]] for node, index in owner.items()}
+    serves = _served(nodes, owned, {node: {layers[names[index]] for index in of} for node, of in gradients.items()})
     weights = dict(owned)
     places: dict[Node, Place] = {}
     for node in nodes:
@@ -75,13 +89,13 @@ def _backward(reads: set[int], serves: set[int]) -> Place:
     return Place(Kind.X, max(reads or serves, default=0))
 
 
-def _module_names(traced: TracedStep, model: nn.Module) -> list[str]:
-    """The module of each trainable parameter."""
+def module_names(params: Sequence[nn.Parameter], model: nn.Module) -> list[str]:
+    """The module of each parameter."""
     module_of = {id(p): name for name, module in model.named_modules() for p in module.parameters(recurse=False)}
-    return [module_of.get(id(p), "") for p in traced.optimizer.params]
+    return [module_of.get(id(p), "") for p in params]
 
 
-def _layers(names: Sequence[str], nodes: Sequence[Node], owner: dict[Node, int | None]) -> dict[str, int]:
+def _layers(names: Sequence[str], nodes: Sequence[Node], owner: Mapping[Node, int]) -> dict[str, int]:
     """A number for each module, in the order in which the graph first reads their parameters."""
     order: dict[str, int] = {}
     for node in nodes:
@@ -94,12 +108,14 @@ def _layers(names: Sequence[str], nodes: Sequence[Node], owner: dict[Node, int |
     return order
 
 
-def _served(nodes: Sequence[Node], owned: dict[Node, int]) -> dict[Node, set[int]]:
-    """The layers whose weights or state each operation's result goes into.
+def _served(
+    nodes: Sequence[Node], owned: Mapping[Node, int], gradients: Mapping[Node, set[int]]
+) -> dict[Node, set[int]]:
+    """The layers whose weights or state each operation's result goes into, or whose gradients it is.
 
     What becomes a single number, as all gradients do in their norm, is not followed further.
     """
-    serves: dict[Node, set[int]] = {node: set() for node in nodes}
+    serves: dict[Node, set[int]] = {node: set(gradients.get(node, ())) for node in nodes}
     for node in reversed(nodes):
         serves[node] |= {owned[target] for n in changed_by(node) if (target := root(n)) in owned}
         ends_here = phase_of(node) in ("gradients", "update") and _is_one_number(node)

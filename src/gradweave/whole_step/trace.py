@@ -137,6 +137,11 @@ def phase_of(node: Node) -> str:
     return str((node.meta.get("custom") or {}).get(_PHASE, ""))
 
 
+def note_phase(node: Node, name: str) -> None:
+    """Says which part of a step a node belongs to, where the tracer does not."""
+    node.meta["custom"] = {_PHASE: name}
+
+
 def _phase(name: str) -> AbstractContextManager[Any]:
     """Context in which what is traced belongs to a part of the step."""
     return torch.fx.traceback.annotate({_PHASE: name})
