@@ -120,6 +120,12 @@ class Tap:
         layout = self.layout
         return layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
 
+    @property
+    def tells_rows_apart(self) -> bool:
+        """Whether it matters which sample a row is of, or which rows are padding."""
+        samples = self.catching.input_samples, self.catching.output_samples if self.with_outputs else None
+        return self.masking.mask is not None or samples != (None, None)
+
     def leave_outputs_to_the_bias(self, *, leave: bool) -> None:
         """Has the gradient of the bias, which is the sum of the outputs', serve for the output vector."""
         with_outputs = self.catching.outputs and not leave
