@@ -17,6 +17,7 @@ from gradweave.announce import _log_once
 from gradweave.compat.calls import EveryCall
 from gradweave.compat.eager import function_modes
 from gradweave.errors import GradweaveError
+from gradweave.fusion import buckets
 from gradweave.optim import FOOF, Eva, EvaF, attention_output
 from gradweave.split import calls
 from optim.models import weights
@@ -366,14 +367,16 @@ def test_what_an_interrupt_leaves_behind_is_gone_with_the_next_forward():
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    handle = module.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        loss_of(module, batch())
-    handle.remove()
-    with torch.no_grad():
-        loss_of(module, batch())
-    assert not function_modes()
-    loss_of(module, batch()).backward()
+    for grad in (False, True):
+        handle = module.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loss_of(module, batch())
+        handle.remove()
+        assert len(function_modes()) == 1
+        with torch.set_grad_enabled(grad):
+            loss = loss_of(module, batch())
+        assert not function_modes()
+    loss.backward()
     assert record(optimizer, module)[WIDTH] == BATCH * LENGTH
 
 
@@ -554,7 +557,8 @@ def test_reorder_of_the_attention_itself(first):
 
 
 @pytest.mark.parametrize("cls", [Eva, EvaF])
-def test_fusion_in_forward(cls):
+def test_fusion_in_forward(cls, monkeypatch):
+    monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", {"forward": 1, "backward": 1})
     alone, beside = Net(), Net()
     optimizer, other = cls(alone, foreach=True), cls(beside, foreach=True)
     expected = train(alone, optimizer)
