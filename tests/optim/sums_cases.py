@@ -366,3 +366,13 @@ def test_a_padding_mask_and_double_precision_go_without_kernels():
     EvaF(double)
     loss(double, x.double()).backward()
     assert not any(calls)
+
+
+@every
+@pytest.mark.parametrize("options", [{}, {"samples": 2}])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_an_attentions_output_projection(cls, options, batch_first):
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(6, 2, batch_first=batch_first)
+    x = torch.randn(5, 7, 6)
+    assert_same_records(model, cls, lambda model: model(x, x, x)[0].square().mean().backward(), **options)

@@ -1,4 +1,4 @@
-"""The input projection of nn.MultiheadAttention: three matrices whose inputs the module is called with."""
+"""The projections of nn.MultiheadAttention: three matrices of the module's inputs, and one that is applied inside."""
 
 import pytest
 import torch
@@ -27,9 +27,8 @@ def test_input_vectors_are_means_of_queries_keys_and_values(by_name, cross):
     vectors = optimizer.state[module.in_proj_weight]["input_vector"]
     expected = torch.stack([x.mean((0, 1)) for x in (query, key, value)])
     assert torch.allclose(vectors, expected, atol=1e-6)
-    covered, rest = optimizer.param_groups
-    assert [p.shape for p in covered["params"]] == [(18, 6), (18,)]
-    assert [p.shape for p in rest["params"]] == [(6, 6), (6,)]
+    (covered,) = optimizer.param_groups
+    assert sorted(p.shape for p in covered["params"]) == [(6,), (6, 6), (18,), (18, 6)]
 
 
 def test_output_vectors_are_directions_of_the_bias_gradient():
@@ -45,10 +44,13 @@ def test_output_vectors_are_directions_of_the_bias_gradient():
 
 
 def test_what_stays_with_the_first_order_rule():
-    for options in ({"kdim": 5, "vdim": 5}, {"bias": False}):
-        module = nn.Sequential(nn.Linear(6, 6), make(**options))
+    for options, covered in (({"kdim": 5, "vdim": 5}, 2), ({"bias": False}, 1), ({}, 4)):
+        attention = make(**options)
+        module = nn.Sequential(nn.Linear(6, 6), attention)
         optimizer = Eva(module)
-        assert [len(group["params"]) for group in optimizer.param_groups] == [2, len(list(module[1].parameters()))]
+        rest = len(list(attention.parameters())) - covered
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2 + covered, *([rest] if rest else [])]
+        assert any(p is attention.out_proj.weight for p in optimizer.param_groups[0]["params"])
     module = nn.Sequential(nn.Linear(6, 6), make())
     optimizer = Eva(module, reference=True)
     assert len(optimizer.param_groups[0]["params"]) == 2

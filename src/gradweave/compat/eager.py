@@ -42,13 +42,45 @@ def without_function_mode(kind: type[TorchFunctionMode]) -> AbstractContextManag
     return torch.overrides._pop_mode_temporarily() if isinstance(innermost, kind) else nullcontext()
 
 
-def part_by_part(function: Any) -> Callable[..., Any]:
+def function_modes() -> list[TorchFunctionMode]:
+    """The modes besides the one that is being asked that want to see torch's functions, the innermost last."""
+    modes: list[TorchFunctionMode] = torch.overrides._get_current_function_mode_stack()
+    return modes
+
+
+def is_device_mode(mode: TorchFunctionMode) -> bool:
+    """Whether a mode only says where new tensors are made, as ``torch.set_default_device`` has one do."""
+    return isinstance(mode, torch.utils._device.DeviceContext)
+
+
+def enter_function_mode(mode: TorchFunctionMode) -> None:
+    """Enters a mode that somebody else leaves."""
+    torch.overrides._push_mode(mode)
+
+
+def leave_function_mode(mode: TorchFunctionMode) -> None:
+    """Leaves a mode that is active, also one that others were entered inside of; these stay."""
+    inside = []
+    while (innermost := torch.overrides._pop_mode()) is not mode:
+        inside.append(innermost)
+    for other in reversed(inside):
+        torch.overrides._push_mode(other)
+
+
+def part_by_part(function: Any, *, traceable: bool = False, **others: Any) -> Callable[..., Any]:
     """A function of ``torch.nn.functional`` that asks nobody whether to run it, so that the ones it calls are asked.
 
     Its own first lines would hand it to a mode as a whole, which is left for as long as it runs. Other names are what
     they are now: make it anew for each call.
+
+    Args:
+        function: The function.
+        traceable: For Dynamo, which looks names up in the module that a function says it is of, unless it says none.
+        others: What it finds under names of its module in their place.
     """
-    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    names = {**function.__globals__, "has_torch_function": lambda _: False, **others}
+    if traceable:
+        del names["__name__"]
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

@@ -98,6 +98,12 @@ def as_if_compiling(enabled: bool) -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
+def traces_entered_modes() -> bool:
+    """Whether Dynamo takes function modes that one hook enters and another leaves; known of torch 2.13."""
+    version = torch.__version__.split("+")[0].split(".")
+    return (int(version[0]), int(version[1])) >= (2, 13)
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a traced value is a number that is known only when the graph runs."""
     return isinstance(value, (torch.SymFloat, torch.SymInt))

@@ -1,9 +1,8 @@
-"""Vectors of ``nn.MultiheadAttention``, whose projections are no modules that could have hooks.
+"""Vectors of the input projection of ``nn.MultiheadAttention``, which is no module that could have hooks.
 
-Its input projection is three matrices, for queries, keys and values, whose input vectors are the means
-of what the module is called with; their output vectors are the gradients of its bias, which ``step()``
-has anyway. What its output projection is applied to cannot be seen from outside: the first-order rule
-updates it.
+It is three matrices, for queries, keys and values, whose input vectors are the means of what the module is
+called with; their output vectors are the gradients of its bias, which ``step()`` has anyway. What the output
+projection is applied to cannot be seen from outside: see :mod:`gradweave.optim.attention_output`.
 """
 
 from __future__ import annotations

@@ -123,6 +123,12 @@ class Tap:
         layout = self.layout
         return layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
 
+    @property
+    def tells_rows_apart(self) -> bool:
+        """Whether it matters which sample a row is of, or which rows are padding."""
+        samples = self.catching.input_samples, self.catching.output_samples if self.with_outputs else None
+        return self.masking.mask is not None or samples != (None, None)
+
     def catch_outputs(self, *, wanted: bool) -> None:
         """Whether outputs' gradients are caught; not where the bias' gradient, their sum, serves for them."""
         if wanted != self.with_outputs:

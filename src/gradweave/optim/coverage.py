@@ -10,6 +10,7 @@ from torch import nn
 
 from gradweave.announce import announce
 from gradweave.optim.attention import AttentionTap, attention_parts
+from gradweave.optim.attention_output import unseen_projections, watch_projections
 from gradweave.optim.capture import Catching, Masking, Tap
 from gradweave.optim.caught import Catcher
 from gradweave.optim.layouts import Layout, layout_of
@@ -72,6 +73,7 @@ class Capture:
                 )
             )  # fmt: skip
         self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
+        self._handles += watch_projections(model, [(layer.module, layer.tap) for layer in self.layers])
 
     def forget(self) -> None:
         """Drops what a backward that has failed left behind."""
@@ -114,7 +116,7 @@ def coverable(
     for module in model.modules():
         for p in module.parameters(recurse=False):
             owners[id(p)] = owners.get(id(p), 0) + 1
-    inside_attention = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    inside_attention = unseen_projections(model, seen=with_attention)
     left_out: dict[str, None] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))

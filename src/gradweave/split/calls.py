@@ -105,7 +105,7 @@ class SplitCalls(TorchFunctionMode):
         return self._taps[key][0]
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-        _bring_up_to_date(weight, bias)
+        bring_up_to_date(weight, bias)
         if not _can_be_split(input, weight, bias) or input.dim() < 2 or weight.dim() != 2 or weight.numel() == 0:
             return None
         return split_linear(self._in_precision(input), self._tap(weight, bias))
@@ -113,7 +113,7 @@ class SplitCalls(TorchFunctionMode):
     def _convolution(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         bind = _bind_transposed if func in _TRANSPOSED else _bind
         input, weight, bias, geometry = bind(_DIMENSIONS[func], *args, **kwargs)
-        _bring_up_to_date(weight, bias)
+        bring_up_to_date(weight, bias)
         if geometry is None or not _can_be_split(input, weight, bias) or input.dim() != weight.dim():
             return None
         return split_convolution(self._in_precision(input), self._tap(weight, bias), geometry)
@@ -161,7 +161,7 @@ def _each(value: Any, dimensions: int) -> tuple[int, ...]:
     return tuple(values) * dimensions if len(values) == 1 else tuple(values)
 
 
-def _bring_up_to_date(*params: Any) -> None:
+def bring_up_to_date(*params: Any) -> None:
     """Has a parameter of another class, as one whose update is pending, do what it does when it is used."""
     for param in params:
         if isinstance(param, torch.nn.Parameter) and type(param) is not torch.nn.Parameter:
@@ -170,7 +170,7 @@ def _bring_up_to_date(*params: Any) -> None:
 
 def _can_be_taken_apart(func: Any, *given: Any) -> bool:
     """Whether nobody but us has a say in how a function of several calls runs."""
-    _bring_up_to_date(*given)
+    bring_up_to_date(*given)
     if not torch.is_grad_enabled() or is_being_traced() or other_function_modes() or not isinstance(func, FunctionType):
         return False
     return all(type(one) in _PLAIN for one in given if isinstance(one, torch.Tensor))
