@@ -137,6 +137,10 @@ class Tap:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         """Behind a layer's forward."""
+        if not torch.compiler.is_compiling():
+            going = self.catcher.forwards.going
+            if going is not None and going.takes(self, args[0] if args else kwargs["input"], y):
+                return None
         if self.record is None or not torch.is_grad_enabled() or not y.requires_grad:
             return None
         weight = self.weight_of(module)

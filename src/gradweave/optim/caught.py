@@ -29,8 +29,9 @@ from gradweave.compat.eager import (
 )
 from gradweave.optim import fused
 from gradweave.optim.addresses import Addresses
+from gradweave.optim.forwards import Forwards
 from gradweave.optim.layouts import CONVOLUTION, LINEAR, TRANSPOSED
-from gradweave.optim.sum_tables import Together, is_aligned
+from gradweave.optim.sum_tables import AT_ONCE, COLUMNS, Form, Together, is_aligned, record_tables
 from gradweave.optim.sums import Launcher, Rows, is_narrow, launcher, rows_of, samples_first
 
 if TYPE_CHECKING:
@@ -40,20 +41,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BESIDE_OTHERS = 128
 """Programs for one of many tensors that are added up together."""
-_COLUMNS, _AT_ONCE = 128, 16
 _MOST_SHAPES = 64
 """How many shapes are remembered."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """What the sums of a layer are: stretches and columns of inputs and of outputs, and how many places they are of."""
-
-    stretches: int
-    columns: int
-    output_stretches: int
-    output_columns: int
-    count: int
 
 
 class Plan:
@@ -64,13 +53,14 @@ class Plan:
         device: Where it is.
         rows: Of its input.
         dtype: Of its input.
-        waits: Whether its input can be added up with others.
+        waits: Whether its input can be added up with others when backward comes by.
+        is_narrow: Whether samples are better added up first, in a launch of their own.
     """
 
     def __init__(self, tap: Tap, x: torch.Tensor, rows: Rows, form: Form, share: float, *, waits: bool) -> None:
         self.form, self.device, self.rows, self.dtype, self.waits = form, x.device, rows, x.dtype, waits
-        narrow = is_narrow(rows, x, len(tap.layout.windows))
-        self._add_inputs = (samples_first if narrow else launcher)(rows, form.stretches)
+        self.is_narrow = is_narrow(rows, x, len(tap.layout.windows))
+        self.add_inputs = (samples_first if self.is_narrow else launcher)(rows, form.stretches)
         self._share, self._layout = share, tap.layout
         self._add_outputs: dict[Any, Launcher] = {}
 
@@ -78,7 +68,7 @@ class Plan:
         """The sums of an input by itself."""
         sums = _memory(self.form.stretches * self.form.columns, self.device)
         with fused.on_device(self.device):
-            self._add_inputs(x, sums)
+            self.add_inputs(x, sums)
         return sums
 
     def outputs(self, gradient: torch.Tensor, samples: int | None) -> torch.Tensor:
@@ -170,6 +160,9 @@ def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
         tap.plans[key] = plan
     if fused.is_capturing(plan.device):
         tap.catcher.keep(plan)
+    going = tap.catcher.forwards.going
+    if going is not None and not saved_tensors_are_hooked():
+        going.learns(tap, plan, x, y)
     kept, waiting = x.detach(), None
     if plan.waits and not saved_tensors_are_hooked():
         waiting = Waiting(plan, kept, raw_stream(plan.device))
@@ -242,6 +235,7 @@ class Catcher:
         self._together: dict[Any, Together] = {}
         self._tables: dict[Any, _Table] = {}
         self._in_graphs: dict[int, Any] = {}
+        self.forwards = Forwards(self.keep)
 
     def keep(self, *used: Any) -> None:
         """Keeps what a CUDA graph that is being captured will read whenever it is replayed."""
@@ -300,6 +294,11 @@ class Catcher:
         if is_new:
             at_end_of_backward(self._settle)
 
+    def add_alone(self, tap: Tap, form: Form, sums: torch.Tensor) -> None:
+        """Adds the sums of one call's input to its layer's record."""
+        if tap.record is not None:
+            _add_inputs_without_kernel(form, sums, tap.record)
+
     def forget(self) -> None:
         """Drops what a backward that has failed left behind."""
         self._counted.clear()
@@ -332,14 +331,16 @@ class Catcher:
             return
         if table is None:
             forms = [one.plan.form for one in members]
-            table = _remember(self._tables, key, _new_table(forms, records, device))
+            programs, parts = record_tables(forms, records, range(0, 2 * len(forms), 2), device)
+            new = _Table(programs, parts, Addresses(2 * len(forms), device), list(records))
+            table = _remember(self._tables, key, new)
         if capturing:
             self.keep(table)
         kernels, flat = (import_module(f"gradweave.optim.{name}") for name in ("sum_kernels", "flat_kernels"))
         sums = [address for one in members for address in _addresses(one)]
         kernels.add_to_records[len(table.programs),](
             table.programs, table.parts, table.sums.holding(sums, flat, capturing=capturing, moves=True),
-            _AT_ONCE, _COLUMNS,
+            AT_ONCE, COLUMNS,
         )  # fmt: skip
 
 
@@ -371,25 +372,14 @@ def _addresses(one: Sums) -> tuple[int, int]:
     return one.inputs.data_ptr() + 4 * one.start, 0 if one.outputs is None else one.outputs.data_ptr()
 
 
-def _new_table(forms: Sequence[Form], records: Sequence[torch.Tensor], device: torch.device) -> _Table:
-    parts: list[list[int]] = []
-    programs: list[list[int]] = []
-    for layer, (form, record) in enumerate(zip(forms, records, strict=True)):
-        at = record.data_ptr()
-        inputs = [2 * layer, at, form.stretches, form.columns, 0, form.count, form.columns, 0]
-        outputs = [2 * layer + 1, at, form.output_stretches, form.output_columns, form.columns + 1, 0, 0, 0]
-        for part in (inputs, outputs):
-            programs += [[len(parts), first] for first in range(0, part[3], _COLUMNS)]
-            parts.append(part)
-    there = [torch.tensor(rows, dtype=torch.int64).to(device) for rows in (programs, parts)]
-    return _Table(there[0], there[1], Addresses(2 * len(forms), device), list(records))
-
-
 def _add_without_kernel(one: Sums, record: torch.Tensor) -> None:
     """The same by torch's operations, for a graph that is captured before a backward like it has run."""
     form = one.plan.form
-    inputs = one.inputs[one.start : one.start + form.stretches * form.columns]
-    record[: form.columns].add_(inputs.view(form.stretches, form.columns).sum(0))
-    record[form.columns].add_(form.count)
+    _add_inputs_without_kernel(form, one.inputs[one.start : one.start + form.stretches * form.columns], record)
     if one.outputs is not None:
         record[form.columns + 1 :].add_(one.outputs.view(form.output_stretches, form.output_columns).sum(0))
+
+
+def _add_inputs_without_kernel(form: Form, sums: torch.Tensor, record: torch.Tensor) -> None:
+    record[: form.columns].add_(sums.view(form.stretches, form.columns).sum(0))
+    record[form.columns].add_(form.count)

@@ -6,12 +6,19 @@ Rows of the tables, all of int64:
   channels, taps, where the counts of taps are, and where its sums begin in the memory that they are written to.
 - program (3): tensor, first channel, stretch.
 
+What is added to records has tables of its own:
+
+- part (8): which of the sums, or where they begin; the record; stretches, columns; where in the record; places, to be
+  added where, if this is the part that counts them.
+- program (2): part, first column.
+
 Tensors are where a table of addresses says, since they move from step to step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +27,44 @@ import torch
 from gradweave.optim import fused
 from gradweave.optim.addresses import Addresses
 from gradweave.optim.sums import Rows
+
+AT_ONCE, COLUMNS = 16, 128
+"""Stretches and columns that a program adds to a record at once."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the sums of a layer are: stretches and columns of inputs and of outputs, and how many places they are of."""
+
+    stretches: int
+    columns: int
+    output_stretches: int
+    output_columns: int
+    count: int
+
+
+def record_tables(
+    forms: Sequence[Form], records: Sequence[torch.Tensor], inputs_at: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Programs and parts of one launch that adds sums to records.
+
+    Args:
+        forms: Of the layers' sums.
+        records: The layers'.
+        inputs_at: Where the sums of each layer's inputs are; those of outputs come behind them.
+        device: Where they are.
+    """
+    parts: list[list[int]] = []
+    programs: list[list[int]] = []
+    for form, record, place in zip(forms, records, inputs_at, strict=True):
+        at = record.data_ptr()
+        inputs = [place, at, form.stretches, form.columns, 0, form.count, form.columns, 0]
+        outputs = [place + 1, at, form.output_stretches, form.output_columns, form.columns + 1, 0, 0, 0]
+        for part in (inputs, outputs):
+            programs += [[len(parts), first] for first in range(0, part[3], COLUMNS)]
+            parts.append(part)
+    there = [torch.tensor(rows, dtype=torch.int64).to(device) for rows in (programs, parts)]
+    return there[0], there[1]
 
 
 class Together:
