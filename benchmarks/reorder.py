@@ -17,7 +17,8 @@ The costs that ``joint`` and ``cross_step`` plan by are measured first, one work
 traced at the same time, which takes longer), and kept beside the results; what a schedule predicts from them is in
 the table beside what was measured. Then all variants of some workloads make themselves ready at once, each in a
 process of its own, and take turns, one at a time. Workloads that the results already hold are left out, and none is
-begun that would end after ``--minutes``. ``costs`` times measuring them, one workload after the other.
+begun that would end after ``--minutes``. ``costs`` times measuring them, one workload after the other, without cuDNN's
+search for its best kernels, which takes many times as long and which training has to do anyway.
 
 Without a GPU only the two toy workloads are run, to see that everything works: nothing is captured there, and
 their times mean nothing.
@@ -286,6 +287,7 @@ def measure(case: Case, children: dict[str, Child], ready: dict[str, dict[str, o
 
 def time_costs(cases: list[Case]) -> None:
     """How long costs take to be measured, and how much of that is spent before the first task is timed."""
+    torch.backends.cudnn.benchmark = False
     for case in cases:
         model = case.model().train()
         optimizer = make_optimizer(case.optimizer, model, fused=True)
@@ -299,7 +301,7 @@ def time_costs(cases: list[Case]) -> None:
         costs = measure_costs(model, loss_of, optimizer, case.batches(1)[0], progress=progress)
         row = {
             "case": case.name, "layers": len(costs.layers), "seconds": f"{time.perf_counter() - began:.2f}",
-            "seconds_to_trace": f"{traced:.2f}", **environment(DEVICE),
+            "seconds_to_first_task": f"{traced:.2f}", **environment(DEVICE),
         }  # fmt: skip
         print(row, flush=True)
         append(arguments.results, [row])

@@ -335,3 +335,12 @@ def test_a_model_that_is_one_layer():
         x = torch.randn(4, 5)
         assert pair.both(backward_of(x)) == taken
         pair.assert_same()
+
+
+def test_memory_that_begins_elsewhere_is_read_as_it_can_be():
+    """Kernels read several channels at once of the first, and must not of the second."""
+    pair = Pair(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    memory = torch.randn(4 * 8 + 1)
+    for x, taken in ((memory[:32], 0), (memory[:32], 1), (memory[1:], 0), (memory[:32], 0), (memory[:32], 1)):
+        assert pair.both(backward_of(x.view(4, 8))) == taken
+        pair.assert_same()

@@ -105,12 +105,28 @@ def apply_sgd(
     tl.store(weight, p - moved * lr, mask=mask)
 
 
+@triton.jit(do_not_specialize=["count"])
+def count_steps(fixed, keep, count, block: tl.constexpr):
+    """Counts a step of every tensor that has a number of them, if it is taken."""
+    tensor = tl.program_id(0) * block + tl.arange(0, block)
+    address = tl.load(fixed + tensor * 4 + 3, mask=tensor < count, other=0)
+    steps = address.to(tl.pointer_type(tl.float32))
+    there = address != 0
+    tl.store(steps, tl.load(steps, mask=there, other=0.0) + tl.load(keep).to(tl.float32), mask=there)
+
+
+@triton.jit
+def _first_steps(steps, log_beta):
+    """What a moment is to be divided by; in double precision, since it is a small difference of large numbers."""
+    return (1 - tl.exp(steps.to(tl.float64) * log_beta)).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["first"])
 def apply_adamw(
-    chunks, fixed, gradients, corrections, keep, inverse, rate, beta1, rest1, beta2, rest2, eps, decay, sign,
+    chunks, fixed, gradients, keep, inverse, rate, beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps, decay, sign,
     first, rate_is_tensor: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """AdamW, for a chunk of a parameter without vectors; ``corrections`` are of its moments' first steps."""
+    """AdamW, for a chunk of a parameter without vectors, whose step is counted already."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunks + chunk * 4)
     at, mask = _places(chunks, chunk, aligned, block)
@@ -127,6 +143,7 @@ def apply_adamw(
     spread = tl.load(second_moment, mask=mask, other=0.0) * beta2 + g * g * rest2
     tl.store(first_moment, mean, mask=mask)
     tl.store(second_moment, spread, mask=mask)
-    size = tl.sqrt(spread / tl.load(corrections + tensor * 2 + 1)) + eps
-    change = mean / tl.load(corrections + tensor * 2) / size + p * decay
+    steps = tl.maximum(tl.load(tl.load(fixed + tensor * 4 + 3).to(tl.pointer_type(tl.float32))), 1.0)
+    size = tl.sqrt(spread / _first_steps(steps, log_beta2)) + eps
+    change = mean / _first_steps(steps, log_beta1) / size + p * decay
     tl.store(weight, p - change * lr, mask=mask)

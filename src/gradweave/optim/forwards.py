@@ -57,7 +57,6 @@ class Call:
         dtype: Of the input.
         made: Shape of the output.
         made_dtype: Of the output.
-        stream: That it ran on.
         aligned: Whether several channels of the input can be read at once.
         role: What becomes of the input.
     """
@@ -69,15 +68,13 @@ class Call:
     dtype: torch.dtype
     made: torch.Size
     made_dtype: torch.dtype
-    stream: int
     aligned: bool
     role: str
 
     @classmethod
     def of(cls, tap: Tap, plan: Plan, x: torch.Tensor, y: torch.Tensor, role: str) -> Call:
         """What was called with what."""
-        stream, aligned = raw_stream(plan.device), is_aligned(plan.rows, x)
-        return cls(tap, plan, x.shape, x.stride(), x.dtype, y.shape, y.dtype, stream, aligned, role)
+        return cls(tap, plan, x.shape, x.stride(), x.dtype, y.shape, y.dtype, is_aligned(plan.rows, x), role)
 
     def is_like(self, x: torch.Tensor, y: torch.Tensor) -> bool:
         """Whether another call of the layer is the same, as far as its sums are concerned."""
@@ -87,7 +84,7 @@ class Call:
             and x.dtype is self.dtype
             and y.shape == self.made
             and y.dtype is self.made_dtype
-            and raw_stream(self.plan.device) == self.stream
+            and not (self.aligned and x.data_ptr() % 16)
         )
 
 
@@ -185,6 +182,7 @@ class Forward:
     def __init__(self, forwards: Forwards) -> None:
         self._forwards = forwards
         self._thread = get_ident()
+        self._stream = 0
         self._route: Route | None = None
         self._key: Any = None
         self._learnt: list[Call] | None = None
@@ -207,7 +205,8 @@ class Forward:
             return False
         place = self._place
         call = route.calls[place] if place < len(route.calls) else None
-        if call is None or call.tap is not tap or not call.is_like(x, y) or not _is_ordinary(tap, x, y):
+        expected = call is not None and call.tap is tap and call.is_like(x, y) and self._is_here(call.plan)
+        if call is None or not expected or not _is_ordinary(tap, x, y):
             self._leave()
             return False
         if call.role == KEPT:
@@ -219,7 +218,7 @@ class Forward:
 
     def learns(self, tap: Tap, plan: Plan, x: torch.Tensor, y: torch.Tensor) -> None:
         """Notes a call that has got a function of its own, if a forward of this kind is seen for the first time."""
-        if self._learnt is None or plan.form.output_columns or get_ident() != self._thread:
+        if self._learnt is None or plan.form.output_columns or get_ident() != self._thread or not self._is_here(plan):
             return
         role = KEPT if plan.waits else ALONE if plan.is_narrow else HELD
         self._learnt.append(Call.of(tap, plan, x, y, role))
@@ -244,6 +243,7 @@ class Forward:
         """Finds out with the first call which kind of forward this is."""
         if not isinstance(x, torch.Tensor) or tap.with_outputs or not _is_ordinary(tap, x, y):
             return False
+        self._stream = raw_stream(x.device)
         self._key = (id(tap), x.shape, x.stride(), x.dtype, y.dtype, x.device)
         self._route = self._forwards.known(self._key)
         if self._route is None:
@@ -251,6 +251,10 @@ class Forward:
             return False
         self._memory = torch.empty(self._route.size, dtype=torch.float32, device=x.device)
         return True
+
+    def _is_here(self, plan: Plan) -> bool:
+        """Whether the stream is that of the first call."""
+        return raw_stream(plan.device) == self._stream
 
     def _add_up(self, route: Route, call: Call, place: int, x: torch.Tensor) -> None:
         """Adds up an input that autograd does not keep, maybe later with others."""

@@ -8,6 +8,7 @@ CUDA graph is captured they go to a table of the graph's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from weakref import ref
 import torch
 
 from gradweave.announce import announce
-from gradweave.compat.optim import add_all
 from gradweave.optim.addresses import Addresses
 from gradweave.optim.first_order import SGD
 from gradweave.optim.fused_inputs import (
@@ -283,11 +283,12 @@ class _Step:
 
     def _update_others(self, taken: torch.Tensor, inverse: Number) -> None:
         scale = inverse.to(torch.float32).view(1) if isinstance(inverse, torch.Tensor) else self.plan.one
-        corrections = self._corrections(taken)
+        count = len(self.others)
+        self.flat_kernels.count_steps[-(-count // BLOCKS.vector),](self.at["flat_fixed"], taken, count, BLOCKS.vector)
         for part in self.plan.tables.chunk_segments:
-            self._launch_flat(part, corrections, taken, scale)
+            self._launch_flat(part, taken, scale)
 
-    def _launch_flat(self, part: Segment, corrections: torch.Tensor, taken: torch.Tensor, scale: torch.Tensor) -> None:
+    def _launch_flat(self, part: Segment, taken: torch.Tensor, scale: torch.Tensor) -> None:
         group, at, chunks = self.groups[part.member], self.at, self.plan.tables.chunks
         rate, is_tensor = _rate(group)
         decay, sign = float(group["weight_decay"]), _sign(group)
@@ -299,28 +300,9 @@ class _Step:
             return
         beta1, beta2 = map(float, group["betas"])
         self.flat_kernels.apply_adamw[(part.count,)](
-            chunks, at["flat_fixed"], at["flat_gradients"], corrections, taken, scale, rate, beta1, 1 - beta1, beta2,
-            1 - beta2, float(group["eps"]), decay, sign, part.first, is_tensor, part.aligned, BLOCKS.flat,
+            chunks, at["flat_fixed"], at["flat_gradients"], taken, scale, rate, beta1, 1 - beta1, _log(beta1), beta2,
+            1 - beta2, _log(beta2), float(group["eps"]), decay, sign, part.first, is_tensor, part.aligned, BLOCKS.flat,
         )  # fmt: skip
-
-    def _corrections(self, taken: torch.Tensor) -> torch.Tensor:
-        """Counts AdamW's steps; what its two moments are to be divided by, of every tensor that has any."""
-        adamw = [(p, group) for p, group in self.others if group["rule"] != SGD]
-        if not adamw:
-            return self.plan.one
-        steps = [self.optimizer.state[p]["step"] for p, _ in adamw]
-        one = taken.to(torch.float32).view(())
-        add_all(steps, [one] * len(steps))
-        counted = torch.stack(steps).clamp_min(1.0)
-        if len(adamw) == len(self.others) and len({tuple(group["betas"]) for _, group in adamw}) == 1:
-            betas = adamw[0][1]["betas"]
-            return torch.stack([1 - beta**counted for beta in betas], -1)
-        position = {id(p): counted[index] for index, (p, _) in enumerate(adamw)}
-        rows = []
-        for p, group in self.others:
-            step = position.get(id(p))
-            rows += [one] * 2 if step is None else [1 - beta**step for beta in group["betas"]]
-        return torch.stack(rows)
 
     def _written(self) -> Iterable[torch.Tensor]:
         for layer in self.layers:
@@ -334,6 +316,10 @@ class _Step:
 def _rate(group: dict[str, Any]) -> tuple[Number, bool]:
     lr = group["lr"]
     return (lr, True) if isinstance(lr, torch.Tensor) else (float(lr), False)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta > 0 else -math.inf
 
 
 def _sign(group: dict[str, Any]) -> float:

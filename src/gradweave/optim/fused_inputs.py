@@ -35,13 +35,13 @@ def groups_of(layers: list[Layer], others: list[Other], device: torch.device) ->
 
 def addresses_of(optimizer: Any, layers: list[Layer], others: list[Other]) -> dict[str, list[int]]:
     """Where everything is."""
-    flat_states = [_flat_state(p, optimizer.state[p], group) for p, group in others]
-    return {
-        "fixed": [_address(x) for layer in layers for x in _fixed_of(layer)],
-        "gradients": [_address(x) for layer in layers for x in (layer.grad, layer.bias_grad)],
-        "flat_fixed": [_address(x) for state in flat_states for x in state],
-        "flat_gradients": [_address(p.grad) for p, _ in others],
+    tensors = {
+        "fixed": [x for layer in layers for x in _fixed_of(layer)],
+        "gradients": [x for layer in layers for x in (layer.grad, layer.bias_grad)],
+        "flat_fixed": [x for p, group in others for x in _flat_state(p, optimizer.state[p], group)],
+        "flat_gradients": [p.grad for p, _ in others],
     }
+    return {name: [0 if x is None else x.data_ptr() for x in values] for name, values in tensors.items()}
 
 
 def gradients_are_plain(layers: list[Layer], others: list[Other], addresses: dict[str, list[int]]) -> bool:
@@ -87,8 +87,9 @@ def flat_shape(
     device: torch.device,
 ) -> FlatShape:
     """What the chunks of a parameter without vectors depend on."""
-    memory = [x for x in (p.grad, *_flat_state(p, state, group)) if x is not None]
-    _check(memory, device)
+    own = _flat_state(p, state, group)
+    _check([x for x in (p.grad, *own) if x is not None], device)
+    memory = [x for x in (p.grad, *own[:3]) if x is not None]
     _taps(*memory)
     aligned = all(x.data_ptr() % 16 == 0 for x in memory)
     return FlatShape(list(groups).index(id(group)), p.numel(), aligned)
@@ -128,8 +129,4 @@ def _fixed_of(layer: Layer) -> list[torch.Tensor | None]:
 def _flat_state(p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> list[torch.Tensor | None]:
     if group["rule"] == SGD:
         return [p, state["momentum_buffer"], None, None]
-    return [p, state["exp_avg"], state["exp_avg_sq"], None]
-
-
-def _address(x: torch.Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+    return [p, state["exp_avg"], state["exp_avg_sq"], state["step"]]

@@ -18,7 +18,8 @@ no vectors is cut into *chunks*. Rows of the tables, all of int64:
 
 Addresses are in tables of their own, since gradients move from step to step: per layer those of the weight,
 its momentum, the bias, its momentum, the record, the input vectors, the output vectors and the size (8), and of
-both gradients (2); per tensor without vectors those of the parameter and its state (4), and of the gradient (1).
+both gradients (2); per tensor without vectors those of the parameter, its state and its number of steps (4), and
+of the gradient (1).
 """
 
 from __future__ import annotations
