@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from gradweave.compare.run import environment
 from gradweave.optim import Eva, EvaF, EvaS
-from gradweave.optim.rules import JOINT, NORMALIZE
+from gradweave.optim.rules import LAYER, ROW
 
 STEPS = 300
 SEEDS = (0, 1)
@@ -41,33 +41,32 @@ def changed(cls: Any, *, lr: float, manner: dict[str, Any] | None = None, **opti
 
 
 CHOICES: dict[str, Callable[..., Optimizer]] = {
-    "eva-f average 0.95": changed(EvaF, lr=0.02, running_average=0.95),
+    "eva-f": changed(EvaF, lr=0.02),
+    "eva": changed(Eva, lr=0.02),
+    "eva-f by layer": changed(EvaF, lr=0.02, manner={"trust": LAYER}),
+    "eva by layer": changed(Eva, lr=0.02, manner={"trust": LAYER}),
+    "no vectors, lr 0.01": changed(EvaF, lr=0.01, damping=1e6),
+    "no vectors, lr 0.02": changed(EvaF, lr=0.02, damping=1e6),
+    "eva-f lr 0.01": changed(EvaF, lr=0.01),
+    "eva-f lr 0.03": changed(EvaF, lr=0.03),
+    "eva lr 0.01": changed(Eva, lr=0.01),
+    "eva lr 0.03": changed(Eva, lr=0.03),
     "eva-f average 0.3": changed(EvaF, lr=0.02, running_average=0.3),
-    "eva-f average 0.1": changed(EvaF, lr=0.02, running_average=0.1),
-    "eva average 0.95": changed(Eva, lr=0.02, running_average=0.95),
+    "eva-f damping 0.1": changed(EvaF, lr=0.02, damping=0.1),
+    "eva-f damping 0.001": changed(EvaF, lr=0.02, damping=0.001),
+    "eva-f 16 samples": changed(EvaF, lr=0.02, samples=16),
     "eva average 0.3": changed(Eva, lr=0.02, running_average=0.3),
-    "eva average 0.95, 16 samples": changed(Eva, lr=0.02, running_average=0.95, samples=16),
-    "eva-s average 0.1": changed(EvaS, lr=0.01, running_average=0.1),
+    "eva output damping 0.3": changed(Eva, lr=0.02, output_damping=0.3),
+    "eva 16 samples": changed(Eva, lr=0.02, samples=16),
+    "eva-s": changed(EvaS, lr=0.01),
+    "eva-s by row": changed(EvaS, lr=0.01, manner={"trust": ROW}),
     "eva-s average 0.95": changed(EvaS, lr=0.01, running_average=0.95),
-    "adamw lr 0.002": lambda m: torch.optim.AdamW(m.parameters(), lr=0.002, weight_decay=0.0),
-    "eva one damping for both sides": changed(Eva, lr=0.02, running_average=0.95, manner={"formula": JOINT}),
-    "no vectors, step by layer, lr 0.01": changed(EvaF, lr=0.01, damping=1e6),
-    "eva lr 0.03": changed(Eva, lr=0.03, running_average=0.95),
-    "eva lr 0.01": changed(Eva, lr=0.01, running_average=0.95),
+    "eva-s damping 0.03": changed(EvaS, lr=0.01, damping=0.03),
     "eva-f reference lr 0.3": changed(EvaF, lr=0.3, reference=True),
-    "eva output damping 0.1": changed(Eva, lr=0.02, running_average=0.95, output_damping=0.1),
-    "eva-f damping 0.1": changed(EvaF, lr=0.02, running_average=0.95, damping=0.1),
-    "eva-f damping 0.001": changed(EvaF, lr=0.02, running_average=0.95, damping=0.001),
-    "eva-f 16 samples": changed(EvaF, lr=0.02, running_average=0.95, samples=16),
-    "eva-f lr 0.01": changed(EvaF, lr=0.01, running_average=0.95),
-    "eva-f lr 0.03": changed(EvaF, lr=0.03, running_average=0.95),
-    "eva-f normalized over all layers, lr 0.3": changed(
-        EvaF, lr=0.3, running_average=0.95, manner={"trust": NORMALIZE}
-    ),
     "eva reference lr 0.1": changed(Eva, lr=0.1, reference=True),
     "eva-s reference lr 0.6": changed(EvaS, lr=0.6, reference=True),
+    "adamw lr 0.002": lambda m: torch.optim.AdamW(m.parameters(), lr=0.002, weight_decay=0.0),
     "sgd lr 0.6": lambda m: torch.optim.SGD(m.parameters(), lr=0.6, momentum=0.9),
-    "eva-s damping 0.03": changed(EvaS, lr=0.01, running_average=0.1, damping=0.03),
 }
 
 
