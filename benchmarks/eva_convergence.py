@@ -276,25 +276,27 @@ def synchronize(device: str) -> None:
 
 
 def finals_of(rows: list[dict[str, str]], name: str, length: int) -> list[list[dict[str, str]]]:
-    """The curves of the seeds that a contender went on to, of one length."""
+    """The curves of the seeds that a contender went on to, of one length; the best, where its grid was made wider."""
     curves: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in rows:
         if row["contender"] == name and int(row["length"]) == length:
             curves.setdefault(key_of(row), []).append(row)
-    seeds = {key[1:3] for key in curves if key[4] != "0"}
-    return [curve for key, curve in curves.items() if key[1:3] in seeds]
+    went_on = {key[1:3] for key in curves if key[4] != "0"}
+    sets = [[curve for key, curve in curves.items() if key[1:3] == setting] for setting in went_on]
+    sign = -1 if "accuracy" in rows[0]["metric"] else 1
+    return min(sets, key=lambda chosen: sign * sum(float(curve[-1]["test"]) for curve in chosen), default=[])
 
 
 def draw(path: Path, times: Path) -> None:
-    """Mean and spread of the seeds, against steps and against seconds."""
+    """Mean and spread of the seeds, against steps and, where steps were timed, against seconds."""
     from matplotlib.figure import Figure
 
     rows = read(path)
-    ms = {(row["contender"], row["interval"]): float(row["ms"]) for row in read(times)}
+    ms = {(row["contender"], row["interval"]): float(row["ms"]) for row in read(times) if "ms" in row}
     names = list(dict.fromkeys(row["contender"] for row in rows))
     length = int(rows[0]["length"])
-    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
-    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(11 if ms else 7, 4.2), dpi=130, layout="constrained")
+    by_steps, *by_seconds = figure.subplots(1, 2 if ms else 1, sharey=True, squeeze=False)[0]
     for name in names:
         curves = finals_of(rows, name, length)
         if not curves:
@@ -303,14 +305,17 @@ def draw(path: Path, times: Path) -> None:
         values = torch.tensor([[float(row["test"]) for row in curve] for curve in curves if len(curve) == len(steps)])
         low, mean, high = values.min(0).values, values.mean(0), values.max(0).values
         per_step = ms.get((name, curves[0][0]["interval"]))
-        for axes, factor in ((by_steps, 1.0), (by_seconds, None if per_step is None else per_step / 1e3)):
-            if factor is not None:
+        for axes, factor in ((by_steps, 1.0), *((axes, (per_step or 0) / 1e3) for axes in by_seconds)):
+            if factor:
                 at = [step * factor for step in steps]
                 axes.plot(at, mean, label=f"{name}, lr {curves[0][0]['lr']}", linewidth=1.2)
                 axes.fill_between(at, low, high, alpha=0.15)
     by_steps.set_xlabel("steps")
-    by_seconds.set_xlabel("seconds: steps times the step's time by itself")
+    for axes in by_seconds:
+        axes.set_xlabel("seconds: steps times the step's time by itself")
     by_steps.set_ylabel(rows[0]["metric"])
+    if "error" in rows[0]["metric"]:
+        by_steps.set_yscale("log")
     by_steps.legend(fontsize=7)
     figure.suptitle(f"mean and range of {len(SEEDS)} seeds; {rows[0]['device']}, torch {rows[0]['torch']}", fontsize=9)
     figure.savefig(path.with_suffix(".png"))
