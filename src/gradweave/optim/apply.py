@@ -1,6 +1,7 @@
 """Applying directions: momentum, weight decay and the step itself.
 
-A layer's momentum becomes ``momentum * m + scale * (G - L Rᵀ)``. In the plain form, one tensor at a
+A layer's momentum becomes ``momentum * m + scale * (G - L Rᵀ)``, and its step is that, or looks ahead as Nesterov's
+does: ``momentum`` times it, and the new direction once more. In the plain form, one tensor at a
 time, everything is pointwise, so that a compiler makes one pass of it: that is what ``compile()`` traces.
 In the other one, eager kernels work on many tensors at once. Where the step is to be left out, all
 factors are such that nothing changes.
@@ -98,7 +99,8 @@ def _apply(target: Target, keep: torch.Tensor, manner: Manner) -> None:
     buffer.mul_(kept).add_(added * share)
     if manner.decoupled and decay != 0:
         p.mul_(1 - lr * decay)
-    p.sub_((buffer * lr).to(p.dtype))
+    step = buffer * group["momentum"] + added if manner.nesterov else buffer
+    p.sub_((step * lr).to(p.dtype))
 
 
 def _apply_many(targets: list[Target], keep: torch.Tensor, manner: Manner) -> None:
@@ -118,7 +120,12 @@ def _apply_many(targets: list[Target], keep: torch.Tensor, manner: Manner) -> No
     add_all(buffers, added, alpha=share)
     if manner.decoupled and decay != 0:
         multiply_all(params, 1 - lr * decay)
-    add_all(params, multiply_each(buffers, [lr.to(buffer.dtype) for buffer in buffers]), alpha=-1.0)
+    steps = buffers
+    if manner.nesterov:
+        ahead = torch.as_tensor(group["momentum"], device=keep.device)
+        steps = multiply_each(buffers, [ahead.to(buffer.dtype) for buffer in buffers])
+        add_all(steps, added)
+    add_all(params, multiply_each(steps, [lr.to(buffer.dtype) for buffer in buffers]), alpha=-1.0)
 
 
 def _take_off_in_place(part: torch.Tensor, target: Target) -> None:

@@ -12,7 +12,7 @@ from gradweave.errors import ArgumentError
 from gradweave.optim.apply import Target
 from gradweave.optim.begun import Begun, Other
 from gradweave.optim.family import Layer, VectorOptimizer, parameters_of
-from gradweave.optim.rules import Manner, sum_of
+from gradweave.optim.rules import LAYER, Manner, sum_of
 
 
 class DenseOptimizer(VectorOptimizer):
@@ -34,7 +34,7 @@ class DenseOptimizer(VectorOptimizer):
         if refresh < 1:
             raise ArgumentError("refresh", refresh, "give at least 1")
         self.refresh = refresh
-        manner = Manner("dense", decoupled=False)
+        manner = Manner("dense", trust=LAYER, decoupled=False, nesterov=False)
         super().__init__(parameters_of(model, params), defaults, manner)
         if not any(group["rule"] == "vectors" for group in self.param_groups):
             raise ArgumentError("model", type(model).__name__, "has no layer for this method; use torch.optim.AdamW")

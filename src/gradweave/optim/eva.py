@@ -18,7 +18,18 @@ from gradweave.optim.exchange import average_records, group_of
 from gradweave.optim.family import Layer, VectorOptimizer, loss_scale, parameters_of
 from gradweave.optim.fused import FusedStep, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode
-from gradweave.optim.rules import INPUTS, JOINT, KL_CLIP, NORMALIZE, TWO_SIDED, Direction, Manner, Number, direction
+from gradweave.optim.rules import (
+    AUTHORS,
+    INPUTS,
+    JOINT,
+    KL_CLIP,
+    NORMALIZE,
+    TWO_SIDED,
+    Direction,
+    Manner,
+    Number,
+    direction,
+)
 
 REFERENCE_SAMPLES = 16
 """What the authors' code looks at."""
@@ -317,8 +328,8 @@ class EvaF(_CapturedVectors):
         )  # fmt: skip
         manners = {
             Mode.OURS: Manner(INPUTS),
-            Mode.FAITHFUL: Manner(INPUTS, relative=False, divided=True, trust=KL_CLIP, decoupled=False),
-            Mode.REFERENCE: Manner(INPUTS, relative=False, trust=NORMALIZE, decoupled=False),
+            Mode.FAITHFUL: Manner(INPUTS, **AUTHORS, divided=True, trust=KL_CLIP),
+            Mode.REFERENCE: Manner(INPUTS, **AUTHORS, trust=NORMALIZE),
         }
         catching = _catching(mode, samples, outputs=False)
         super().__init__(model, params, given.defaults(mode), manners[mode], catching, process_group)
@@ -385,7 +396,7 @@ class Eva(_CapturedVectors):
             lr, damping, momentum, weight_decay, running_average, kl_clip, first_order, first_order_lr,
             first_order_weight_decay, betas, eps, maximize, foreach, capturable,
         )  # fmt: skip
-        authors = Manner(JOINT, relative=False, divided=True, trust=KL_CLIP, decoupled=False)
+        authors = Manner(JOINT, **AUTHORS, divided=True, trust=KL_CLIP)
         manner = Manner(TWO_SIDED) if mode is Mode.OURS else authors
         if not output_damping > 0:
             raise ArgumentError("output_damping", output_damping, "give a positive number")

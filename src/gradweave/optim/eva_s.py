@@ -13,6 +13,7 @@ from gradweave.optim.apply import is_plain
 from gradweave.optim.family import Layer, VectorOptimizer, parameters_of, wide_dtype
 from gradweave.optim.hyperparameters import Given, Mode
 from gradweave.optim.rules import (
+    AUTHORS,
     GRADIENT_NORM,
     JOINT,
     KL_CLIP,
@@ -84,9 +85,9 @@ class EvaS(VectorOptimizer):
             first_order_weight_decay, betas, eps, maximize, foreach, capturable,
         )  # fmt: skip
         manners = {
-            Mode.OURS: Manner(TWO_SIDED, trust=LAYER),
-            Mode.FAITHFUL: Manner(JOINT, relative=False, divided=True, trust=KL_CLIP, decoupled=False),
-            Mode.REFERENCE: Manner(JOINT, relative=False, trust=GRADIENT_NORM, decoupled=False, nesterov_twice=True),
+            Mode.OURS: Manner(TWO_SIDED, trust=LAYER, nesterov=False),
+            Mode.FAITHFUL: Manner(JOINT, **AUTHORS, divided=True, trust=KL_CLIP),
+            Mode.REFERENCE: Manner(JOINT, **AUTHORS, trust=GRADIENT_NORM, nesterov_twice=True),
         }
         self._mode = mode.value
         super().__init__(parameters_of(model, params), given.defaults(mode, **OURS), manners[mode])

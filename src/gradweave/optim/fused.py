@@ -66,7 +66,9 @@ def is_capturing(device: torch.device) -> bool:
 
 def is_fusible(manner: Manner) -> bool:
     """Whether the kernels know a rule: our own, whose scales are each row's, with vectors known before the gradient."""
-    plain = manner.relative and manner.decoupled and not manner.divided and not manner.nesterov_twice
+    plain = (
+        manner.relative and manner.decoupled and manner.nesterov and not manner.divided and not manner.nesterov_twice
+    )
     return plain and manner.trust == ROW and manner.formula in (INPUTS, TWO_SIDED)
 
 

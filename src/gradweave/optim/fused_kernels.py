@@ -404,13 +404,16 @@ def apply(
         if with_left:
             part -= u[:, None] * right[None, :]
             g -= u * bias_right
-        moved = tl.load(buffer + place, mask=mask, other=0.0) * momentum + part * scale[:, None]
+        part *= scale[:, None]
+        moved = tl.load(buffer + place, mask=mask, other=0.0) * momentum + part
         tl.store(buffer + place, moved, mask=mask)
-        tl.store(weight + place, tl.load(weight + place, mask=mask, other=0.0) * shrink - moved * lr, mask=mask)
-        moved = tl.load(bias_buffers + at, mask=present & has_bias, other=0.0) * momentum + g * scale
+        ahead = (moved * momentum + part) * lr
+        tl.store(weight + place, tl.load(weight + place, mask=mask, other=0.0) * shrink - ahead, mask=mask)
+        g *= scale
+        moved = tl.load(bias_buffers + at, mask=present & has_bias, other=0.0) * momentum + g
         tl.store(bias_buffers + at, moved, mask=present & has_bias)
         bias = tl.load(bias_weights + at, mask=present & has_bias, other=0.0)
-        tl.store(bias_weights + at, bias * shrink - moved * lr, mask=present & has_bias)
+        tl.store(bias_weights + at, bias * shrink - (moved * momentum + g) * lr, mask=present & has_bias)
 
 
 @triton.jit

@@ -49,6 +49,7 @@ class Manner:
             limits lr² times that sum; ``"rescale"`` gives all directions together the gradients'
             norm, ``"gradient_norm"`` each its own gradient's; ``"none"`` leaves them.
         decoupled: Whether weight decay is applied to the weight, or added to the direction.
+        nesterov: Whether a step looks ahead: along the new direction and what momentum will make of the buffer.
         nesterov_twice: The momentum of the authors' Eva-s, which keeps what Nesterov's look-ahead gives.
     """
 
@@ -57,7 +58,12 @@ class Manner:
     divided: bool = False
     trust: str = ROW
     decoupled: bool = True
+    nesterov: bool = True
     nesterov_twice: bool = False
+
+
+AUTHORS: dict[str, bool] = {"relative": False, "decoupled": False, "nesterov": False}
+"""What all of the authors' rules have in common."""
 
 
 @dataclass(frozen=True)
