@@ -45,6 +45,8 @@ CHOICES: dict[str, Callable[..., Optimizer]] = {
     "eva": changed(Eva, lr=0.02),
     "eva-f by layer": changed(EvaF, lr=0.02, manner={"trust": LAYER}),
     "eva by layer": changed(Eva, lr=0.02, manner={"trust": LAYER}),
+    "eva-f without looking ahead": changed(EvaF, lr=0.02, manner={"nesterov": False}),
+    "eva-f without looking ahead, lr 0.03": changed(EvaF, lr=0.03, manner={"nesterov": False}),
     "no vectors, lr 0.01": changed(EvaF, lr=0.01, damping=1e6),
     "no vectors, lr 0.02": changed(EvaF, lr=0.02, damping=1e6),
     "eva-f lr 0.01": changed(EvaF, lr=0.01),

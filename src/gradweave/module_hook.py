@@ -9,18 +9,18 @@ from torch import nn
 
 
 class ModuleHook:
-    """A hook on a module's forward that stays behind when the module is copied or saved.
+    """A module's forward pre-hook that stays behind when the module is copied or saved.
 
     Modules take their hooks along; the copy's one does nothing, so that a copy is a stock model.
     """
 
-    def __init__(self, callback: Callable[..., None] | None = None) -> None:
+    def __init__(self, callback: Callable[[nn.Module, Any], None] | None = None) -> None:
         self._callback = callback
 
-    def __call__(self, module: nn.Module, args: Any = (), *output: Any) -> None:
-        """As torch calls it: with the forward's arguments, and behind the forward with its output."""
+    def __call__(self, module: nn.Module, args: Any = (), *_: Any) -> None:
+        """As torch calls it, before the module's forward, with the forward's arguments."""
         if self._callback is not None:
-            self._callback(module, args, *output)
+            self._callback(module, args)
 
     def __deepcopy__(self, _: Any) -> ModuleHook:
         return ModuleHook()

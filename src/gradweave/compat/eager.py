@@ -174,6 +174,24 @@ def is_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def lasting_node(y: torch.Tensor) -> tuple[Any, int] | None:
+    """What autograd has made of the operation that gave a tensor, and which of its outputs that is.
+
+    Of a view it is what gave its base: a view gets another node when the base is changed in place. None if the
+    view is more than another shape.
+    """
+    base = y._base
+    if base is not None and not (base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()):
+        return None
+    source = y if base is None else base
+    return None if source.grad_fn is None else (source.grad_fn, source.output_nr)
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often a tensor's memory has been changed in place."""
+    return int(x._version)
+
+
 def raw_stream(device: torch.device) -> int:
     """A number for the stream that work on a device goes to now; 0 for the default one."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

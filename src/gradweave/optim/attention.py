@@ -37,9 +37,9 @@ class AttentionTap(Tap):
     def catch_outputs(self, *, wanted: bool) -> None:
         """Never: the bias' gradient serves for them."""
 
-    def passed_by_kernels(self, y: torch.Tensor, x: Any) -> torch.Tensor | None:  # noqa: ARG002
+    def is_caught_by_kernels(self, y: torch.Tensor, x: Any) -> bool:  # noqa: ARG002
         """Never: inputs are three."""
-        return None
+        return False
 
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Sums of queries, keys and values, as if there were as many of each as there are queries."""

@@ -111,6 +111,7 @@ class Tap:
         self.record: torch.Tensor | None = None
         self.catcher = catcher
         self.plans: dict[Any, Any] = {}
+        self.last_plan: tuple[Any, Any] | None = None
 
     def new_record(self, weight: torch.Tensor) -> torch.Tensor:
         """A record with nothing in it."""
@@ -134,17 +135,15 @@ class Tap:
         if wanted != self.with_outputs:
             self.with_outputs = wanted
             self.plans.clear()
+            self.last_plan = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         """Behind a layer's forward."""
-        if not torch.compiler.is_compiling():
-            going = self.catcher.forwards.going
-            if going is not None and going.takes(self, args[0] if args else kwargs["input"], y):
-                return None
         if self.record is None or not torch.is_grad_enabled() or not y.requires_grad:
             return None
         weight = self.weight_of(module)
-        if not weight.requires_grad or (not torch.compiler.is_compiling() and in_function_transform()):
+        compiling = torch.compiler.is_compiling()
+        if not weight.requires_grad or (not compiling and in_function_transform()):
             return None
         if weight.shape != self.shape:
             raise GradweaveError(
@@ -152,11 +151,12 @@ class Tap:
                 "optimizer was made; make a new one after changing a model"
             )
         x = args[0] if args else kwargs["input"]
-        passed = None if torch.compiler.is_compiling() else self.passed_by_kernels(y, x)
-        return self.passed(y, x) if passed is None else passed
+        if not compiling and self.is_caught_by_kernels(y, x):
+            return None
+        return self.passed(y, x)
 
-    def passed_by_kernels(self, y: torch.Tensor, x: Any) -> torch.Tensor | None:
-        """As :meth:`passed`, in kernels; None where there are none."""
+    def is_caught_by_kernels(self, y: torch.Tensor, x: Any) -> bool:
+        """Has kernels catch what :meth:`passed` would, and leaves the output as it is; False where there are none."""
         return catch(self, x, y)
 
     def weight_of(self, module: nn.Module) -> torch.Tensor:

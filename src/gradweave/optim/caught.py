@@ -1,21 +1,23 @@
 """What layers give to their vectors on a GPU, outside of compilers: few launches for all of them.
 
-Behind a layer's output is an autograd function that returns it as it is. Until backward comes by, a layer's input
-waits, which autograd keeps for the weight's gradient anyway; when backward reaches the first that waits, all of them
-are added up together. Inputs that autograd does not keep as they are (another precision than autocast computes in,
-patches of a padded copy, activation checkpointing) are added up at once, layer by layer. Outputs' gradients are added
-up when they come by. At the end of each backward everything is added to the layers' records, in one more launch.
+A hook in front of the node that autograd has made of a layer's call sees each backward that comes by: as often as the
+weight gets a gradient, whatever becomes of the output. Until then a layer's input waits, which autograd keeps for the
+weight's gradient anyway; when backward reaches the first that waits, all of them are added up together. Inputs that
+autograd does not keep as they are (another precision than autocast computes in, patches of a padded copy) wait within
+a bound of bytes, and are added up together when it is reached; under activation checkpointing they are added up at
+once. Outputs' gradients are added up when they come by. At the end of each backward everything is added to the layers'
+records, in one more launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from importlib import import_module
 from operator import mul
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -24,12 +26,13 @@ from gradweave.compat.eager import (
     at_end_of_backward,
     current_backward,
     is_watched,
+    lasting_node,
     raw_stream,
     saved_tensors_are_hooked,
+    version_of,
 )
 from gradweave.optim import fused
 from gradweave.optim.addresses import Addresses
-from gradweave.optim.forwards import Forwards
 from gradweave.optim.layouts import CONVOLUTION, LINEAR, TRANSPOSED
 from gradweave.optim.sum_tables import AT_ONCE, COLUMNS, Form, Together, is_aligned, record_tables
 from gradweave.optim.sums import Launcher, Rows, is_narrow, launcher, rows_of, samples_first
@@ -41,6 +44,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BESIDE_OTHERS = 128
 """Programs for one of many tensors that are added up together."""
+_HELD_BYTES = 64 << 20
+"""Of inputs that autograd does not keep, together."""
 _MOST_SHAPES = 64
 """How many shapes are remembered."""
 
@@ -53,46 +58,103 @@ class Plan:
         device: Where it is.
         rows: Of its input.
         dtype: Of its input.
-        waits: Whether its input can be added up with others when backward comes by.
-        is_narrow: Whether samples are better added up first, in a launch of their own.
+        made: The shape of its output.
+        held_bytes: Of its input, if autograd does not keep it; else 0.
+        may_wait: Whether its input can be added up with others, later; None if it is to be found out: what autograd
+            does not keep may be changed in place.
     """
 
-    def __init__(self, tap: Tap, x: torch.Tensor, rows: Rows, form: Form, share: float, *, waits: bool) -> None:
-        self.form, self.device, self.rows, self.dtype, self.waits = form, x.device, rows, x.dtype, waits
-        self.is_narrow = is_narrow(rows, x, len(tap.layout.windows))
-        self.add_inputs = (samples_first if self.is_narrow else launcher)(rows, form.stretches)
-        self._share, self._layout = share, tap.layout
+    def __init__(
+        self, tap: Tap, x: torch.Tensor, made: torch.Size, rows: Rows, form: Form, share: float, *, is_kept: bool
+    ) -> None:
+        self.form, self.device, self.rows, self.dtype, self.made = form, x.device, rows, x.dtype, made
+        narrow = is_narrow(rows, x, len(tap.layout.windows))
+        self._add_inputs = (samples_first if narrow else launcher)(rows, form.stretches)
+        self.held_bytes = 0 if is_kept else x.numel() * x.element_size()
+        self.may_wait: bool | None = False if narrow else True if is_kept else None
+        self._share = share
         self._add_outputs: dict[Any, Launcher] = {}
 
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
         """The sums of an input by itself."""
         sums = _memory(self.form.stretches * self.form.columns, self.device)
         with fused.on_device(self.device):
-            self.add_inputs(x, sums)
+            self._add_inputs(x, sums)
         return sums
 
-    def outputs(self, gradient: torch.Tensor, samples: int | None) -> torch.Tensor:
+    def outputs(self, gradient: torch.Tensor, tap: Tap) -> torch.Tensor:
         """The sums of the gradient of an output."""
         gradient = gradient.resolve_neg()
         key = (gradient.stride(), gradient.dtype)
         add = self._add_outputs.get(key)
         if add is None:
-            rows = rows_of(gradient, self._layout, samples)
+            rows = rows_of(gradient, tap.layout, tap.output_count(gradient))
             if rows is None:
-                return self.outputs(gradient.contiguous(), samples)
+                return self.outputs(gradient.contiguous(), tap)
             add = self._add_outputs[key] = launcher(rows, self.form.output_stretches, self._share)
         sums = _memory(self.form.output_stretches * self.form.output_columns, self.device)
         with fused.on_device(self.device):
             add(gradient, sums)
         return sums
 
+    def no_outputs(self) -> torch.Tensor:
+        """The sums of an output that has no gradient."""
+        return _memory(self.form.output_stretches * self.form.output_columns, self.device).zero_()
+
 
 def _memory(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.float32, device=device)
 
 
-@dataclass
-class Sums:
+class Call:
+    """One call of a layer, from its forward until its graph is gone; what autograd's node calls when backward comes by.
+
+    Attributes:
+        plan: What is done with its input.
+        stream: That it ran on.
+        x: Its input, while that waits.
+        found: The memory of its input's sums, and where they begin.
+    """
+
+    __slots__ = ("__weakref__", "_output", "_tap", "_version", "found", "plan", "stream", "x")
+
+    def __init__(self, tap: Tap, plan: Plan, x: torch.Tensor, output: int) -> None:
+        self._tap, self.plan, self._output = tap, plan, output
+        self.stream = raw_stream(plan.device)
+        self.x: torch.Tensor | None = x
+        self._version = version_of(x)
+        self.found: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether its input has not been changed in place while it waited."""
+        return self.x is not None and version_of(self.x) == self._version
+
+    def add_up_at_once(self) -> None:
+        """Adds up its input by itself."""
+        if self.x is not None:
+            self.found = self.plan.inputs(self.x), 0
+
+    def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Before backward comes to what autograd needs of this call."""
+        tap, plan = self._tap, self.plan
+        if self.found is None:
+            tap.catcher.add_up_with(self)
+        elif self.x is not None:  # it was held to see whether it may be: added up already
+            plan.may_wait, self.x = self.is_as_it_was, None
+        if self.found is None:
+            plan.may_wait = False
+            return
+        outputs = None
+        if plan.form.output_columns:
+            gradient = gradients[self._output]
+            with torch.no_grad():
+                outputs = plan.no_outputs() if gradient is None else plan.outputs(gradient.reshape(plan.made), tap)
+        memory, start = self.found
+        tap.catcher.count(Sums(tap, plan, memory, start, outputs, raw_stream(plan.device)))
+
+
+class Sums(NamedTuple):
     """What one backward through a layer gave."""
 
     tap: Tap
@@ -103,54 +165,36 @@ class Sums:
     stream: int
 
 
-class Waiting:
-    """The input of one call of a layer, until backward comes by."""
-
-    __slots__ = ("__weakref__", "found", "plan", "stream", "x")
-
-    def __init__(self, plan: Plan, x: torch.Tensor, stream: int) -> None:
-        self.plan, self.stream = plan, stream
-        self.x: torch.Tensor | None = x
-        self.found: tuple[torch.Tensor, int] | None = None
-
-
-class _Through(torch.autograd.Function):
-    """Lets an output pass, and counts a layer's sums in backward: as often as its weight gets a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: torch.Tensor, tap: Tap, plan: Plan, kept: torch.Tensor, waiting: Waiting | None
-    ) -> torch.Tensor:
-        """Keeps an input, or its sums, as long as autograd keeps what it needs."""
-        ctx.save_for_backward(kept)
-        ctx.tap, ctx.plan, ctx.waiting = tap, plan, waiting
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Adds up what has waited for this, and outputs if these are wanted."""
-        (kept,) = ctx.saved_tensors
-        tap, plan, waiting = ctx.tap, ctx.plan, ctx.waiting
-        with torch.no_grad():
-            inputs, start = kept, 0
-            if waiting is not None:
-                inputs, start = tap.catcher.sums_of(waiting) or (plan.inputs(kept), 0)
-            outputs = None
-            if plan.form.output_columns:
-                outputs = plan.outputs(gradient.detach(), tap.output_count(gradient))
-            tap.catcher.count(Sums(tap, plan, inputs, start, outputs, raw_stream(plan.device)))
-        return gradient, None, None, None, None
-
-
-def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
-    """An output whose backward counts what a layer's vectors are made of; None where kernels do not apply."""
+def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Has backward count what a layer's vectors are made of; False where kernels do not apply."""
     record = tap.record
     if type(x) not in _PLAIN or type(y) is not torch.Tensor or tap.masking.mask is not None or is_watched():
-        return None
+        return False
     if record is None or record.device != x.device or record.dtype is not torch.float32 or x.is_neg():
-        return None
-    key = (x.shape, x.stride(), x.dtype, x.device, y.shape, y.dtype)
-    plan = tap.plans.get(key)
+        return False
+    found = lasting_node(y)
+    plan = None if found is None else _plan_of(tap, x, y)
+    if found is None or plan is None:
+        return False
+    if fused.is_capturing(plan.device):
+        tap.catcher.keep(plan)
+    node, output = found
+    call = Call(tap, plan, x.detach(), output)
+    if saved_tensors_are_hooked() or not plan.may_wait:
+        call.add_up_at_once()
+        if plan.may_wait is not None or saved_tensors_are_hooked():
+            call.x = None
+    else:
+        tap.catcher.wait(call)
+    node.register_prehook(call)
+    return True
+
+
+def _plan_of(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
+    key = (x.shape, x.stride(), x.dtype, y.shape, y.dtype, x.device)
+    if tap.last_plan is not None and tap.last_plan[0] == key:
+        return tap.last_plan[1]  # type: ignore[no-any-return]
+    plan: Plan | None = tap.plans.get(key)
     if plan is None:
         plan = _new_plan(tap, x, y)
         if plan is None:
@@ -158,19 +202,8 @@ def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
         if len(tap.plans) >= _MOST_SHAPES:
             tap.plans.clear()
         tap.plans[key] = plan
-    if fused.is_capturing(plan.device):
-        tap.catcher.keep(plan)
-    going = tap.catcher.forwards.going
-    if going is not None and not saved_tensors_are_hooked():
-        going.learns(tap, plan, x, y)
-    kept, waiting = x.detach(), None
-    if plan.waits and not saved_tensors_are_hooked():
-        waiting = Waiting(plan, kept, raw_stream(plan.device))
-        tap.catcher.wait(waiting)
-    else:
-        kept = plan.inputs(kept)
-    result: torch.Tensor = _Through.apply(y, tap, plan, kept, waiting)  # type: ignore[no-untyped-call]
-    return result
+    tap.last_plan = key, plan
+    return plan
 
 
 def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
@@ -195,13 +228,9 @@ def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
         samples = x.shape[0] if x.dim() == len(windows) + 2 else 1
         count = reduce(mul, seen, min(samples, tap.catching.input_samples or samples))
     narrow = is_narrow(rows, x, len(windows))
-    waits = _is_kept_by_autograd(tap, x, y) and not narrow
-    if waits:
-        stretches = rows.stretches(_BESIDE_OTHERS)
-    else:
-        stretches = (replace(rows, count=rows.places) if narrow else rows).stretches()
+    stretches = replace(rows, count=rows.places).stretches() if narrow else rows.stretches(_BESIDE_OTHERS)
     form = Form(stretches, rows.columns, output_stretches, output_columns, count)
-    return Plan(tap, x, rows, form, tap.share_of(y), waits=waits)
+    return Plan(tap, x, y.shape, rows, form, tap.share_of(y), is_kept=_is_kept_by_autograd(tap, x, y))
 
 
 def _is_kept_by_autograd(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -228,50 +257,62 @@ class Catcher:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._waiting: list[ref[Waiting]] = []
+        self._waiting: list[ref[Call]] = []
         self._most = _MOST_SHAPES
+        self._held_bytes = 0
         self._counted: list[Sums] = []
         self._ends: set[int] = set()
         self._together: dict[Any, Together] = {}
         self._tables: dict[Any, _Table] = {}
         self._in_graphs: dict[int, Any] = {}
-        self.forwards = Forwards(self.keep)
 
     def keep(self, *used: Any) -> None:
         """Keeps what a CUDA graph that is being captured will read whenever it is replayed."""
         self._in_graphs |= {id(one): one for one in used}
 
-    def wait(self, one: Waiting) -> None:
+    def wait(self, one: Call) -> None:
         """Has an input added up with others, unless its graph is thrown away."""
         with self._lock:
             self._waiting.append(ref(one))
+            self._held_bytes += one.plan.held_bytes
+            is_full = self._held_bytes > _HELD_BYTES
             if len(self._waiting) > self._most:
                 self._waiting = [other for other in self._waiting if other() is not None]
                 self._most = 2 * len(self._waiting) + _MOST_SHAPES
+        if is_full:
+            here = (one.plan.device, one.stream)
+            self._add_up_some(lambda call: call.plan.held_bytes > 0 and (call.plan.device, call.stream) == here)
 
-    def sums_of(self, one: Waiting) -> tuple[torch.Tensor, int] | None:
-        """The sums of an input that has waited, with all that wait on its stream; None if they were taken before."""
-        if one.x is not None:
-            with self._lock:
-                alive = [other for reference in self._waiting if (other := reference()) is not None]
-                here = (one.plan.device, one.stream)
-                members = [other for other in alive if (other.plan.device, other.stream) == here]
-                self._waiting = [ref(other) for other in alive if (other.plan.device, other.stream) != here]
-            if one in members:
-                with fused.on_device(one.plan.device):
-                    self._add_up(members, one.plan.device)
-            one.x = None
-        found, one.found = one.found, None
-        return found
+    def add_up_with(self, one: Call) -> None:
+        """Adds up an input that has waited, with all that wait on its stream."""
+        here = (one.plan.device, one.stream)
+        self._add_up_some(lambda call: (call.plan.device, call.stream) == here)
 
-    def _add_up(self, members: Sequence[Waiting], device: torch.device) -> None:
+    def _add_up_some(self, wanted: Callable[[Call], bool]) -> None:
+        """Adds up inputs that wait, all on one stream; what was changed in place meanwhile is let go."""
+        with self._lock:
+            alive = [call for reference in self._waiting if (call := reference()) is not None]
+            chosen = [call for call in alive if wanted(call)]
+            left = [call for call in alive if not wanted(call)] if len(chosen) < len(alive) else []
+            self._waiting = [ref(call) for call in left]
+            self._held_bytes = sum(call.plan.held_bytes for call in left)
+        members = [call for call in chosen if call.is_as_it_was]
+        for call in chosen if len(members) < len(chosen) else ():
+            if not call.is_as_it_was:
+                call.plan.may_wait, call.x = False, None
+        if members:
+            with torch.no_grad(), fused.on_device(members[0].plan.device):
+                self._add_up(members, members[0].plan.device)
+
+    def _add_up(self, members: Sequence[Call], device: torch.device) -> None:
         inputs = [one.x for one in members if one.x is not None]
         key = tuple((one.plan, is_aligned(one.plan.rows, x)) for one, x in zip(members, inputs, strict=True))
         together = self._together.get(key)
         capturing = fused.is_capturing(device)
         if together is None and capturing:
-            for one, x in zip(members, inputs, strict=True):
-                one.found, one.x = (one.plan.inputs(x), 0), None
+            for one in members:
+                one.add_up_at_once()
+                one.x = None
             return
         if together is None:
             shapes = [(plan.rows, plan.dtype, plan.form.stretches, aligned) for plan, aligned in key]
@@ -293,11 +334,6 @@ class Catcher:
                 self._ends = {backward}
         if is_new:
             at_end_of_backward(self._settle)
-
-    def add_alone(self, tap: Tap, form: Form, sums: torch.Tensor) -> None:
-        """Adds the sums of one call's input to its layer's record."""
-        if tap.record is not None:
-            _add_inputs_without_kernel(form, sums, tap.record)
 
     def forget(self) -> None:
         """Drops what a backward that has failed left behind."""
@@ -331,7 +367,7 @@ class Catcher:
             return
         if table is None:
             forms = [one.plan.form for one in members]
-            programs, parts = record_tables(forms, records, range(0, 2 * len(forms), 2), device)
+            programs, parts = record_tables(forms, records, device)
             new = _Table(programs, parts, Addresses(2 * len(forms), device), list(records))
             table = _remember(self._tables, key, new)
         if capturing:
@@ -375,11 +411,8 @@ def _addresses(one: Sums) -> tuple[int, int]:
 def _add_without_kernel(one: Sums, record: torch.Tensor) -> None:
     """The same by torch's operations, for a graph that is captured before a backward like it has run."""
     form = one.plan.form
-    _add_inputs_without_kernel(form, one.inputs[one.start : one.start + form.stretches * form.columns], record)
+    inputs = one.inputs[one.start : one.start + form.stretches * form.columns]
+    record[: form.columns].add_(inputs.view(form.stretches, form.columns).sum(0))
+    record[form.columns].add_(form.count)
     if one.outputs is not None:
         record[form.columns + 1 :].add_(one.outputs.view(form.output_stretches, form.output_columns).sum(0))
-
-
-def _add_inputs_without_kernel(form: Form, sums: torch.Tensor, record: torch.Tensor) -> None:
-    record[: form.columns].add_(sums.view(form.stretches, form.columns).sum(0))
-    record[form.columns].add_(form.count)

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gradweave.announce import announce
-from gradweave.module_hook import ModuleHook
-from gradweave.optim import fused
 from gradweave.optim.attention import AttentionTap, attention_parts
 from gradweave.optim.attention_output import unseen_projections, watch_projections
 from gradweave.optim.capture import Catching, Masking, Tap
@@ -76,28 +73,11 @@ class Capture:
                 )
             )  # fmt: skip
         self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
-        if fused.has_kernels(next(model.parameters()).device):
-            self._handles += self._watch_forwards(model)
         self._handles += watch_projections(model, [(layer.module, layer.tap) for layer in self.layers])
-
-    def _watch_forwards(self, model: nn.Module) -> list[RemovableHandle]:
-        forwards = self._catcher.forwards
-        return [
-            model.register_forward_pre_hook(ModuleHook(forwards.begin)),
-            model.register_forward_hook(ModuleHook(forwards.end), always_call=True),
-        ]
 
     def forget(self) -> None:
         """Drops what a backward that has failed left behind."""
         self._catcher.forget()
-
-    def forget_forwards(self) -> None:
-        """Has forwards looked at anew, since layers' records are others."""
-        self._catcher.forwards.forget()
-
-    def look_back(self) -> None:
-        """At a step."""
-        self._catcher.forwards.look_back()
 
     def remove(self) -> None:
         """Takes the taps off the model."""

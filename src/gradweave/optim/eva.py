@@ -124,7 +124,6 @@ class _CapturedVectors(VectorOptimizer):
                 state["output_vector"] = record.new_zeros(layout.groups, layout.outputs)
             state["columns_first"] = layout.columns_first
             layer.tap.record = record
-        self._capture.forget_forwards()
 
     def _has_output_vector(self, layer: CoveredLayer) -> bool:
         """Whether a layer has one; in front of a BatchNorm outputs' gradients sum to zero, a few samples' to noise."""
@@ -152,7 +151,6 @@ class _CapturedVectors(VectorOptimizer):
 
     def begin_step(self) -> None:
         """Averages what was caught over data-parallel ranks."""
-        self._capture.look_back()
         if self._process_group is not None:
             states = [self.state[p] for group in self.param_groups for p in group["params"]]
             average_records([state["record"] for state in states if "record" in state], self._process_group)

@@ -135,20 +135,6 @@ def add_to_records(programs, parts, caught, at_once: tl.constexpr, block: tl.con
     part = parts + tl.load(programs + number * 2) * 8
     first = tl.load(programs + number * 2 + 1).to(tl.int32)
     source = tl.load(caught + tl.load(part)).to(tl.pointer_type(tl.float32))
-    _add_to_record(part, first, source, at_once, block)
-
-
-@triton.jit
-def add_to_records_by_place(programs, parts, memory, at_once: tl.constexpr, block: tl.constexpr):
-    """The same, of sums that are all in one memory."""
-    number = tl.program_id(0)
-    part = parts + tl.load(programs + number * 2) * 8
-    first = tl.load(programs + number * 2 + 1).to(tl.int32)
-    _add_to_record(part, first, memory + tl.load(part), at_once, block)
-
-
-@triton.jit
-def _add_to_record(part, first, source, at_once: tl.constexpr, block: tl.constexpr):
     record = tl.load(part + 1).to(tl.pointer_type(tl.float32))
     stretches = tl.load(part + 2).to(tl.int32)
     columns = tl.load(part + 3).to(tl.int32)

@@ -8,7 +8,7 @@ Rows of the tables, all of int64:
 
 What is added to records has tables of its own:
 
-- part (8): which of the sums, or where they begin; the record; stretches, columns; where in the record; places, to be
+- part (8): which of the sums; the record; stretches, columns; where in the record; places, to be
   added where, if this is the part that counts them.
 - program (2): part, first column.
 
@@ -44,22 +44,21 @@ class Form:
 
 
 def record_tables(
-    forms: Sequence[Form], records: Sequence[torch.Tensor], inputs_at: Sequence[int], device: torch.device
+    forms: Sequence[Form], records: Sequence[torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Programs and parts of one launch that adds sums to records.
 
     Args:
         forms: Of the layers' sums.
-        records: The layers'.
-        inputs_at: Where the sums of each layer's inputs are; those of outputs come behind them.
+        records: The layers'; the sums of each one's inputs are followed by those of its outputs.
         device: Where they are.
     """
     parts: list[list[int]] = []
     programs: list[list[int]] = []
-    for form, record, place in zip(forms, records, inputs_at, strict=True):
+    for layer, (form, record) in enumerate(zip(forms, records, strict=True)):
         at = record.data_ptr()
-        inputs = [place, at, form.stretches, form.columns, 0, form.count, form.columns, 0]
-        outputs = [place + 1, at, form.output_stretches, form.output_columns, form.columns + 1, 0, 0, 0]
+        inputs = [2 * layer, at, form.stretches, form.columns, 0, form.count, form.columns, 0]
+        outputs = [2 * layer + 1, at, form.output_stretches, form.output_columns, form.columns + 1, 0, 0, 0]
         for part in (inputs, outputs):
             programs += [[len(parts), first] for first in range(0, part[3], COLUMNS)]
             parts.append(part)
