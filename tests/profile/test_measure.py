@@ -156,3 +156,20 @@ def test_a_loss_of_several_elements():
 
 def is_tracing():
     return get_proxy_mode() is not None
+
+
+def test_an_autocast_around_it_and_a_batch_that_is_changed(caplog):
+    """Casts from before are not taken for those of the step, and the caller's batch stays as it is."""
+    caplog.set_level("INFO", "gradweave")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.ones(3, 4)
+
+    def loss_fn(model, x):
+        x.mul_(2)
+        return model(x).float().square().mean()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        costs = measure_costs(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1), (x,))
+    assert len(costs.layers) >= 2
+    assert "is traced" not in caplog.text
+    assert torch.equal(x, torch.ones(3, 4))

@@ -13,7 +13,7 @@ correction from vanishing. ``P·G`` and ``|P|²``, which the scales need, follow
 and ``bᵀ G``: ``P`` itself is never made before it is applied. Nor are its rows, which our own scale gives
 one length each: it goes by the length that the inputs' side leaves them, which follows from ``G a``, and by that
 of what the outputs' side takes off. Their sum of squares is the row's, were they orthogonal; with an angle between
-them a step is at most 1.42 times as long as it should be.
+them a row's step is at most 1.42 times as long as that, and shorter where most of the row is taken off.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _measure(
     model, optimizer = copy.deepcopy((model, optimizer))
     sizes = _Sizes(model)
     check_step(model, _no_update(optimizer))
-    batch = placed(batch, model)
+    batch = copy.deepcopy(placed(batch, model))
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     progress("warming up", 0.0)
     with sizes:

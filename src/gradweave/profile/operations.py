@@ -103,6 +103,7 @@ def record_operations(
         UnseenError: If not all of it could be seen: kernels of the user's own, or results whose size depends on data.
     """
     notes = _Notes()
+    torch.clear_autocast_cache()  # casts that an autocast around this call has from before would not be seen
     with EveryResult(notes.operation):
         loss, grads = differentiate(model, loss_fn, params, batch, between=notes.begin_backward)
     made = {p: notes.node_of(grad) for p, grad in grads.items()}
