@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradweave.errors import GradweaveError
-from gradweave.optim import EvaF
+from gradweave.optim import Eva, EvaF
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture
 from optim.models import images, loss_of, make_conv, make_mlp, rows
@@ -325,3 +325,14 @@ def test_a_head_over_the_words_of_an_embedding_has_none(arguments, has):
     covered = {id(p) for group in optimizer.param_groups if group["rule"] == "vectors" for p in group["params"]}
     assert id(model[1].weight) in covered
     assert (id(model[4].weight) in covered) is has
+
+
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+@pytest.mark.parametrize("layer", [nn.Linear(5, 3, bias=False), nn.Linear(5, 3), nn.Conv1d(2, 3, 2)])
+def test_an_empty_batch_changes_nothing(cls, layer):
+    layer = copy.deepcopy(layer)
+    optimizer = cls(layer)
+    before = [p.detach().clone() for p in layer.parameters()]
+    layer(torch.randn(0, *((2, 5) if isinstance(layer, nn.Conv1d) else (5,)))).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))

@@ -178,7 +178,8 @@ class Tap:
     def share_of(self, y: torch.Tensor) -> float:
         """What outputs' sums are multiplied by, to be those of all samples."""
         size = self.layout.batch_size(y)
-        return size / (self.output_count(y) or size) if self.catching.per_sample else 1.0
+        looked_at = self.output_count(y) or size
+        return size / looked_at if self.catching.per_sample and looked_at else 1.0
 
     def passed(self, y: torch.Tensor, x: Any) -> torch.Tensor:
         """An output, with this layer's vectors to be caught in its backward."""
