@@ -97,7 +97,8 @@ def head_over_words(model: nn.Module) -> nn.Linear | None:
 
     Rows of rare words have gradients that are small and mostly noise: with one length for all they would not learn.
     """
-    heads = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    inside = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    heads = [module for module in model.modules() if isinstance(module, nn.Linear) and id(module) not in inside]
     shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
     return heads[-1] if heads and heads[-1].weight.shape in shapes else None
 
