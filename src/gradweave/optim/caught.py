@@ -127,19 +127,23 @@ class Call:
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether its input has not been changed in place while it waited."""
-        return self.x is not None and version_of(self.x) == self._version
+        """Whether its input is still there, and has not been changed in place while it waited."""
+        x = self.x
+        return x is not None and version_of(x) == self._version
 
     def add_up_at_once(self) -> None:
-        """Adds up its input by itself."""
-        if self.x is not None:
-            self.found = self.plan.inputs(self.x), 0
+        """Adds up its input by itself, if it is as it was."""
+        x = self.x
+        if x is not None and version_of(x) == self._version:
+            self.found = self.plan.inputs(x), 0
 
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Before backward comes to what autograd needs of this call."""
         tap, plan = self._tap, self.plan
         if self.found is None:
             tap.catcher.add_up_with(self)
+            if self.found is None:
+                self.add_up_at_once()  # another thread's backward has taken it along, and is not through
         elif self.x is not None:  # it was held to see whether it may be: added up already
             plan.may_wait, self.x = self.is_as_it_was, None
         if self.found is None:
