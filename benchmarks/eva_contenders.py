@@ -58,7 +58,8 @@ def contenders(task: str) -> dict[str, Contender]:
     """Who takes part in a task, with weight decay as is usual for SGD and AdamW; Nesterov's momentum where it helps."""
     decay = {"autoencoder": 0.0, "cifar": 5e-4, "text": 0.0}[task]
     adam_decay = {"autoencoder": 0.0, "cifar": 0.05, "text": 0.1}[task]
-    ours = {"weight_decay": 0.2 if task == "cifar" else 0.0}
+    ours = {"weight_decay": 0.0 if task == "autoencoder" else 0.05}
+    rates = (0.02, 0.05, 0.1, 0.2)
     sgd_rates = (0.03, 0.1, 0.3, 0.8) if task == "cifar" else (0.05, 0.2, 0.6, 1.5)
     dense = (1, 50)
     everyone = {
@@ -81,8 +82,8 @@ def contenders(task: str) -> dict[str, Contender]:
         "kfac": Contender(_dense(KFAC), (0.03, 0.1, 0.3, 1.0), dense, captured=False),
         "foof": Contender(_dense(FOOF), (0.1, 0.3, 1.0, 3.0), captured=False),
         "eva reference": Contender(_family(Eva, reference=True, weight_decay=decay), (0.03, 0.1, 0.3, 1.0)),
-        "eva": Contender(_family(Eva, **ours), (0.005, 0.01, 0.02, 0.03)),
-        "eva-f": Contender(_family(EvaF, **ours), (0.005, 0.01, 0.02, 0.03)),
+        "eva": Contender(_family(Eva, **ours), rates),
+        "eva-f": Contender(_family(EvaF, **ours), rates),
         "eva-s": Contender(_family(EvaS, **ours), (0.003, 0.005, 0.01, 0.02)),
     }
     wanted = {

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -199,6 +200,7 @@ class Worker:
 
     @classmethod
     def train(cls, trial: Trial, until: float) -> tuple[list[dict[str, Any]] | None, float]:
+        gc.collect()  # a graph of the last training that is destroyed while the next one is captured would spoil that
         began = time.perf_counter()
         rows = train(cls.task, cls.who[trial.contender], trial, cls.device, until)
         return rows, time.perf_counter() - began
@@ -297,7 +299,7 @@ def draw(path: Path, times: Path) -> None:
     length = int(rows[0]["length"])
     figure = Figure(figsize=(11 if ms else 7, 4.2), dpi=130, layout="constrained")
     by_steps, *by_seconds = figure.subplots(1, 2 if ms else 1, sharey=True, squeeze=False)[0]
-    for name in names:
+    for number, name in enumerate(names):
         curves = finals_of(rows, name, length)
         if not curves:
             continue
@@ -308,11 +310,12 @@ def draw(path: Path, times: Path) -> None:
         for axes, factor in ((by_steps, 1.0), *((axes, (per_step or 0) / 1e3) for axes in by_seconds)):
             if factor:
                 at = [step * factor for step in steps]
-                axes.plot(at, mean, label=f"{name}, lr {curves[0][0]['lr']}", linewidth=1.2)
-                axes.fill_between(at, low, high, alpha=0.15)
+                axes.plot(at, mean, label=f"{name}, lr {curves[0][0]['lr']}", linewidth=1.2, color=f"C{number}")
+                axes.fill_between(at, low, high, alpha=0.15, color=f"C{number}")
     by_steps.set_xlabel("steps")
     for axes in by_seconds:
         axes.set_xlabel("seconds: steps times the step's time by itself")
+        axes.set_xscale("log")
     by_steps.set_ylabel(rows[0]["metric"])
     if "error" in rows[0]["metric"]:
         by_steps.set_yscale("log")

@@ -24,8 +24,9 @@ SMALL = Blocks(rows=2, columns=8, narrow_rows=4, narrow_columns=4, most=2, vecto
 
 
 @pytest.fixture(autouse=True)
-def kernels_on_the_cpu():
-    """Kernels run, and memory that nobody has written to is not a number."""
+def kernels_on_the_cpu(monkeypatch):
+    """Kernels run, small layers have output vectors, and memory that nobody has written to is not a number."""
+    monkeypatch.setattr("gradweave.optim.eva.FEWEST_OUTPUTS", 2)
     before, fused.has_kernels = fused.has_kernels, lambda _: True
     torch.use_deterministic_algorithms(True)
     yield
@@ -139,6 +140,55 @@ def test_the_sizes_that_a_gpu_gets(cls):
         lambda: nn.Sequential(nn.Linear(300, 70), nn.Linear(64, 50), nn.Conv2d(3, 5, 3), nn.LayerNorm(2100)),
         cls, blocks=Blocks(),
     )  # fmt: skip
+
+
+@every
+def test_groups_of_other_momentum_and_signs(cls):
+    def with_groups(model, **options):
+        first, second, third = model
+        groups = [
+            {"params": list(first.parameters()), "momentum": 0.3},
+            {"params": list(second.parameters()), "momentum": 0.95, "maximize": True},
+            {"params": list(third.parameters()), "momentum": 0.0, "weight_decay": 0.2},
+        ]
+        return cls(model, groups, **options)
+
+    compare(lambda: nn.ModuleList([nn.Linear(5, 6), nn.Linear(9, 4), nn.Conv2d(2, 4, 3)]), with_groups, steps=3)
+
+
+@every
+def test_rows_without_a_gradient_stay_whatever_momentum_they_have(cls):
+    model = nn.ModuleList([nn.Linear(5, 6), nn.Linear(9, 4), nn.ConvTranspose2d(2, 3, 2, bias=False)])
+    optimizer = cls(model, lr=0.1)
+    for step in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+        if step == 2:
+            model[0].weight.grad[2:4] = 0
+            model[0].bias.grad[2] = 0
+            model[1].weight.grad.zero_()
+            model[1].bias.grad.zero_()
+            model[2].weight.grad.zero_()
+            before = copy.deepcopy(model)
+        optimizer.step()
+    moved = (model[0].weight != before[0].weight).any(1)
+    assert moved.tolist() == [True, True, False, True, True, True]
+    assert model[0].bias[2] == before[0].bias[2]
+    for layer, other in zip(model[1:], before[1:], strict=True):
+        assert torch.equal(layer.weight, other.weight)
+    assert float(optimizer.state[model[1].weight]["momentum_buffer"].abs().max()) > 0
+
+
+def test_gradients_of_zeros_at_first_and_later():
+    """A layer that was not used leaves no vector behind, and loses none."""
+
+    def prepare(optimizer, step):
+        if step != 1:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad.zero_()
+
+    compare(lambda: nn.ModuleList([nn.Linear(5, 6), nn.Conv2d(2, 4, 3)]), Eva, steps=3, prepare=prepare)
 
 
 @every

@@ -22,6 +22,18 @@ def _patch_lang_tensor(tensor, scope):
 
 interpreter._patch_lang_tensor = _patch_lang_tensor
 
+_set_attr = interpreter.TensorHandle.set_attr
+
+
+def _set_true_attr(self, name, values):
+    """As Triton's, for hints that hold: a compiler that relies on others reads from misaligned addresses."""
+    if name == "tt.divisibility":
+        assert (self.data.astype(np.int64) % int(values[0]) == 0).all(), f"{self.data} is no multiple of {values[0]}"
+    _set_attr(self, name, values)
+
+
+interpreter.TensorHandle.set_attr = _set_true_attr
+
 
 class _Launch:
     """What the programs of one launch touch."""

@@ -3,6 +3,7 @@
 from optim.interpreted import watched  # noqa: I001
 
 import copy
+import gc
 from threading import Event, Thread
 from weakref import ref
 
@@ -90,6 +91,15 @@ def test_convolutions(cls, case):
     if channels_last and kind is nn.Conv2d:
         x = x.contiguous(memory_format=torch.channels_last)
     assert_same_records(model, cls, lambda model: loss(model, x).backward())
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_samples_that_are_added_up_to_several_images(channels_last):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.Tanh(), nn.Conv2d(8, 4, (1, 3), padding=(0, 1)))
+    for count in (31, 32, 64, 65, 130):
+        x = torch.randn(count, 3, 4, 6)
+        x = x.contiguous(memory_format=torch.channels_last) if channels_last else x
+        assert_same_records(model, EvaF, lambda model, x=x: loss(model, x).backward())
 
 
 @every
@@ -320,6 +330,37 @@ def test_inputs_are_held_only_as_long_as_autograd_holds_them(cls):
     assert [one() for one in seen] == [None]
     value.backward()
     assert optimizer._capture._catcher._counted == []
+
+
+def test_nothing_of_an_optimizer_waits_for_the_garbage_collector():
+    model = make_mlp()
+    optimizer = EvaF(model)
+    loss(model, torch.randn(5, model[0].in_features)).backward()
+    optimizer.step()
+    catcher, record = ref(optimizer._capture._catcher), ref(optimizer.state[model[0].weight]["record"])
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer.detach()
+        del optimizer, model
+        assert catcher() is None
+        assert record() is None
+    finally:
+        gc.enable()
+
+
+def test_states_that_are_loaded_share_what_was_prepared():
+    model = make_mlp()
+    optimizer = EvaF(model)
+    x = torch.randn(5, model[0].in_features)
+    for _ in range(4):
+        value = loss(model, x)
+        optimizer.load_state_dict(optimizer.state_dict())
+        value.backward()
+        record = optimizer.state[model[0].weight]["record"]
+        assert float(record[model[0].in_features]) == 5
+        optimizer.zero_grad()
+    assert len(optimizer._capture._catcher._together) == 1
 
 
 @every

@@ -160,8 +160,6 @@ def test_slices_of_a_batch():
     assert torch.allclose(b[0], g[:4].sum(0))
     layer, g = single(nn.Linear(3, 2), x, Catching(True, None, 4))
     assert torch.allclose(parts(layer)[2][0], g[:4].sum(0) * 10 / 4)
-    layer, g = single(nn.Linear(3, 2), x, Catching(True, None, 16, never_all=True))
-    assert torch.allclose(parts(layer)[2][0], g[:5].sum(0) * 2)
 
 
 def test_output_vectors_in_front_of_a_batch_norm_are_not_zero_if_they_are_of_some_samples():
@@ -173,7 +171,7 @@ def test_output_vectors_in_front_of_a_batch_norm_are_not_zero_if_they_are_of_som
         return parts(capture.layers[0])[2].norm()
 
     assert size(ALL) < 1e-3
-    assert size(Catching(True, None, 16, never_all=True)) > 1
+    assert size(Catching(True, None, 16)) > 1
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")

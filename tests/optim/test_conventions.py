@@ -110,7 +110,7 @@ def test_what_has_no_vectors_goes_to_the_first_order_rule(cls):
     assert [p.shape for p in covered["params"]] == [(3, 4), (3,)]
     assert covered["rule"] == "vectors"
     assert rest["rule"] == "adamw"
-    assert rest["lr"] == pytest.approx(0.002)
+    assert rest["lr"] == pytest.approx(0.001)
     assert rest["weight_decay"] == 0.3
     assert len(rest["params"]) == 4
 

@@ -1,84 +1,132 @@
-"""What Eva's output vectors are made of: the bias' gradient where that is the whole batch's, else some samples."""
+"""Eva's output vectors: the direction of outputs in which steps would be largest, found by power iteration."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from gradweave.optim import Eva
+from gradweave.optim.rules import LAYER, LEADING, LEAST, ROW, Manner, direction, local_scale
+
+SIZES = st.integers(1, 6)
 
 
-def direction(vector):
-    return vector / torch.linalg.vector_norm(vector)
+def draw(seed, *shapes):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def take_step(model, optimizer, x):
-    """The gradients of all outputs of the model's first layer."""
-    seen = []
-    handle = model[0].register_forward_hook(lambda _, __, y: y.register_hook(seen.append) and None)
-    model(x).square().sum().backward()
-    handle.remove()
-    optimizer.step()
-    optimizer.zero_grad()
-    return seen[0]
+def full(found, gradient, bias):
+    P = gradient - found.left @ found.right
+    column = bias - (found.left * found.bias_right[:, None]).sum(-1)
+    return torch.cat([P, column[..., None]], -1)
 
 
-def own_vector(optimizer, layer):
-    return optimizer.state[layer.weight]["output_vector"].flatten()
+@given(st.integers(0, 999), st.integers(1, 3), SIZES, SIZES, st.floats(1e-3, 10), st.floats(1e-3, 10), st.booleans())
+def test_a_direction_is_what_the_explicit_projections_leave(seed, groups, rows, columns, damping, other, pointwise):
+    G, g, a, u = draw(seed, (groups, rows, columns), (groups, rows), (groups, columns), (groups, rows))
+    u = u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    square = G.square().sum() + g.square().sum()
+    found = direction(Manner(LEADING), damping, G, g, square, a, u, output_damping=other, pointwise=pointwise)
+    P = full(found, G, g)
+    for group in range(groups):
+        whole = torch.cat([G[group], g[group, :, None]], 1)
+        vector = torch.cat([a[group], torch.ones(1, dtype=a.dtype)])
+        rest = whole - torch.outer(whole @ vector, vector) / ((1 + damping) * vector @ vector)
+        expected = rest - torch.outer(u[group], u[group] @ rest) / (1 + other)
+        torch.testing.assert_close(P[group], expected, rtol=1e-6, atol=1e-8)
+        following = rest @ (u[group] @ rest)
+        following = following / torch.linalg.vector_norm(following)
+        torch.testing.assert_close(found.next_outputs[group], following, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.square, P.square().sum(), rtol=1e-6, atol=1e-8)
+    whole = torch.cat([G, g[..., None]], -1)
+    torch.testing.assert_close(found.agreement, (P * whole).sum(), rtol=1e-6, atol=1e-8)
 
 
-def test_of_the_whole_batch_where_there_is_a_bias():
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    optimizer = Eva(model, lr=0.01)
-    outputs = take_step(model, optimizer, torch.randn(40, 5))
-    torch.testing.assert_close(own_vector(optimizer, model[0]), direction(outputs.sum(0)), rtol=1e-4, atol=1e-5)
+@given(st.integers(0, 999), st.integers(2, 8), st.integers(1, 8))
+def test_lengths_of_rows(seed, rows, columns):
+    """Of one length, shorter where little is left of a row, and never more than a few times as long."""
+    G, a, u = draw(seed, (1, rows, columns), (1, columns), (1, rows))
+    u = u / torch.linalg.vector_norm(u)
+    found = direction(Manner(LEADING), 0.1, G, None, G.square().sum(), a, u, output_damping=0.1)
+    size = torch.tensor(3.0, dtype=torch.float64)
+    P = G - found.left @ found.right
+    lengths = torch.linalg.vector_norm(local_scale(ROW, found, size) * P, dim=-1)
+    assert (lengths <= 3.0 * rows**-0.5 * (LEAST**-0.5 + 1)).all()
 
 
-def test_of_the_whole_batch_and_all_places_of_a_convolution():
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3))
-    x = torch.randn(40, 2, 6, 6)
-    model(x)
-    optimizer = Eva(model, lr=0.01)
-    outputs = take_step(model, optimizer, x).sum((0, 2, 3))
-    expected = torch.cat([direction(part) for part in outputs.split(2)])
-    torch.testing.assert_close(own_vector(optimizer, model[0]), expected, rtol=1e-4, atol=1e-5)
+def test_rows_have_one_length_where_the_direction_is_exact():
+    G, a = draw(3, (1, 30, 20), (1, 20))
+    left, sizes, _ = torch.linalg.svd(G - (G @ a[..., None]) * a[:, None] / (1.1 * a.square().sum()))
+    assert sizes[0, 0] > sizes[0, 1]
+    found = direction(Manner(LEADING), 0.1, G, None, G.square().sum(), a, left[:, :, 0], output_damping=0.1)
+    lengths = torch.linalg.vector_norm(
+        local_scale(ROW, found, torch.tensor(30.0**0.5, dtype=torch.float64)) * (G - found.left @ found.right), dim=-1
+    )
+    is_one = (lengths - 1).abs() < 1e-6
+    assert is_one.sum() > 25
+    assert (lengths[~is_one] < 1).all()
+    assert local_scale(LAYER, found, torch.tensor(1.0, dtype=torch.float64)) > 0
+    torch.testing.assert_close(found.next_outputs.abs(), left[:, :, 0].abs(), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_there_is_none_in_front_of_a_norm(bias):
-    """Where the gradients of all samples sum to zero; a checkpoint that has one is no obstacle."""
+def test_the_leading_direction_is_found_in_front_of_a_norm_too(bias):
+    """Where the mean of outputs' gradients is zero, and no vector of the published kind."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, bias=bias), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(3))
+    model = nn.Sequential(nn.Conv2d(2, 16, 3, bias=bias), nn.BatchNorm2d(16), nn.Flatten(), nn.LazyLinear(3))
     x = torch.randn(8, 2, 6, 6)
     model(x)
-    optimizer = Eva(model, lr=0.01)
-    outputs = take_step(model, optimizer, x)
-    assert outputs.sum((0, 2, 3)).abs().max() < 1e-4 * outputs.abs().sum()
-    assert "output_vector" not in optimizer.state[model[0].weight]
-    assert "output_vector" in optimizer.state[model[3].weight]
-    earlier = Eva(model, lr=0.01, samples=4)
-    take_step(model, earlier, x)
-    optimizer.load_state_dict(earlier.state_dict())
-    assert "output_vector" not in optimizer.state[model[0].weight]
-    take_step(model, optimizer, x)
+    optimizer = Eva(model, lr=0.0)
+    for _ in range(60):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    weight = model[0].weight
+    a = optimizer.state[weight]["input_vector"][0]
+    X = weight.grad.flatten(1)
+    if bias:
+        a, X = torch.cat((a, torch.ones(1))), torch.cat((X, model[0].bias.grad[:, None]), 1)
+    rest = X - torch.outer(X @ a, a) / (1.01 * a @ a)
+    leading = torch.linalg.svd(rest).U[:, 0]
+    found = optimizer.state[weight]["output_vector"][0]
+    assert float((found * leading).sum().abs()) > 0.999
+    assert float(torch.linalg.vector_norm(found)) == pytest.approx(1, abs=1e-5)
 
 
-def with_bias_apart(model):
-    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
-    rest = [p for name, p in model.named_parameters() if not name.endswith("bias")]
-    return Eva(model, [{"params": rest}, {"params": biases, "weight_decay": 0.0}], lr=0.01)
+def test_the_first_step_is_that_without_output_vectors():
+    G, a = draw(0, (1, 5, 4), (1, 4))
+    found = direction(Manner(LEADING), 0.1, G, None, G.square().sum(), a, torch.zeros(1, 5, dtype=torch.float64))
+    alone = direction(Manner(LEADING), 0.1, G, None, G.square().sum(), a, None)
+    torch.testing.assert_close(found.left @ found.right, alone.left @ alone.right)
+    torch.testing.assert_close(found.row_squares, alone.row_squares)
+    assert alone.next_outputs is None
+    assert float(found.next_outputs.square().sum()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("layers", "make", "count"),
-    [
-        ([nn.Linear(5, 4, bias=False), nn.Tanh()], lambda model: Eva(model, lr=0.01), 16),
-        ([nn.Linear(5, 4), nn.BatchNorm1d(4)], lambda model: Eva(model, lr=0.01, samples=16), 16),
-        ([nn.Linear(5, 4), nn.Tanh()], with_bias_apart, 16),
-        ([nn.Linear(5, 4), nn.Tanh()], lambda model: Eva(model, lr=0.01, samples=7), 7),
-    ],
-)
-def test_of_some_samples_where_there_is_no_bias_or_the_user_says_so(layers, make, count):
-    model = nn.Sequential(*layers, nn.Linear(4, 3))
-    optimizer = make(model)
-    outputs = take_step(model, optimizer, torch.randn(40, 5))
-    torch.testing.assert_close(own_vector(optimizer, model[0]), direction(outputs[:count].sum(0)), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("u", [[0.6, 0.8], [0.0, 0.0]])
+def test_a_gradient_of_zeros_leaves_the_vector(u):
+    u = torch.tensor([u])
+    zero = torch.zeros(1, 2, 3)
+    found = direction(Manner(LEADING), 0.1, zero, None, zero.sum(), torch.ones(1, 3), u)
+    assert torch.equal(found.next_outputs, u)
+
+
+def test_layers_of_few_outputs_and_transposed_ones_have_none():
+    layers = [nn.Conv2d(8, 32, 3, groups=4), nn.ConvTranspose2d(8, 32, 2), nn.Conv2d(8, 16, 1), nn.Linear(5, 15)]
+    optimizer = Eva(nn.Sequential(*layers))
+    assert ["output_vector" in optimizer.state[layer.weight] for layer in layers] == [False, False, True, False]
+
+
+def test_a_step_that_is_left_out_leaves_the_vector():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 16)
+    optimizer = Eva(model)
+    for factor in (1.0, float("nan")):
+        before = optimizer.state[model.weight]["output_vector"].clone()
+        (model(torch.randn(5, 4)).square().sum() * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(before.square().sum()) == pytest.approx(1, abs=1e-5)
+    assert torch.equal(optimizer.state[model.weight]["output_vector"], before)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
@@ -132,9 +134,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def current_backward() -> int:
-    """A number for the backward that is now running; one inside another has its own."""
-    return torch._C._current_graph_task_id()
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""A number for the backward that is now running; one inside another has its own."""
 
 
 def metadata_guard(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
@@ -144,9 +145,13 @@ def metadata_guard(cls: type[torch.Tensor], like: torch.Tensor) -> Any:
     )
 
 
+saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+"""To whom what autograd saves is handed, as under activation checkpointing; None if to nobody."""
+
+
 def saved_tensors_are_hooked() -> bool:
-    """Whether what autograd saves is handed to somebody, as under activation checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    """Whether what autograd saves is handed to somebody."""
+    return saved_tensors_hooks() is not None
 
 
 def is_being_traced() -> bool:
@@ -164,14 +169,17 @@ def is_parametrized(module: torch.nn.Module) -> bool:
     return torch.nn.utils.parametrize.is_parametrized(module)
 
 
+function_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""What ``torch.func`` is doing to the code that runs now (grad, vjp, jvp, vmap, ...); None if nothing."""
+
+
 def in_function_transform() -> bool:
-    """Whether ``torch.func`` is transforming the code that runs now (grad, vjp, jvp, vmap, ...)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether ``torch.func`` is transforming the code that runs now."""
+    return function_transform() is not None
 
 
-def is_watched() -> bool:
-    """Whether a mode sees, or traces, the operations that run now."""
-    return torch._C._len_torch_dispatch_stack() > 0
+watchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many modes see, or trace, the operations that run now."""
 
 
 def lasting_node(y: torch.Tensor) -> tuple[Any, int] | None:
@@ -181,20 +189,21 @@ def lasting_node(y: torch.Tensor) -> tuple[Any, int] | None:
     view is more than another shape.
     """
     base = y._base
-    if base is not None and not (base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()):
-        return None
-    source = y if base is None else base
-    return None if source.grad_fn is None else (source.grad_fn, source.output_nr)
+    if base is not None:
+        if not (base.numel() == y.numel() and base.is_contiguous() and y.is_contiguous()):
+            return None
+        y = base
+    node = y.grad_fn
+    return None if node is None else (node, y.output_nr)
 
 
-def version_of(x: torch.Tensor) -> int:
-    """How often a tensor's memory has been changed in place."""
-    return int(x._version)
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor's memory has been changed in place."""
 
 
-def raw_stream(device: torch.device) -> int:
-    """A number for the stream that work on a device goes to now; 0 for the default one."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+def stream_teller(device: torch.device) -> Callable[[], int]:
+    """What tells the number of the stream that work on a device goes to now; 0 for the default one."""
+    return partial(torch._C._cuda_getCurrentRawStream, device.index) if device.type == "cuda" else int
 
 
 def outside_function_transforms() -> AbstractContextManager[Any]:

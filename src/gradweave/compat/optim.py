@@ -19,6 +19,11 @@ def multiply_each(tensors: Tensors, factors: Tensors) -> list[torch.Tensor]:
     return list(torch._foreach_mul(list(tensors), list(factors)))
 
 
+def multiplied(tensors: Tensors, factor: float | torch.Tensor) -> list[torch.Tensor]:
+    """Many tensors, times one number."""
+    return list(torch._foreach_mul(list(tensors), factor))
+
+
 def add_all(tensors: Tensors, others: Tensors, alpha: float = 1.0) -> None:
     """Adds to each of many tensors another one times a number, in place."""
     torch._foreach_add_(list(tensors), list(others), alpha=alpha)

@@ -1,10 +1,10 @@
 """Applying directions: momentum, weight decay and the step itself.
 
-A layer's momentum becomes ``momentum * m + scale * (G - L Rᵀ)``, and its step is that, or looks ahead as Nesterov's
-does: ``momentum`` times it, and the new direction once more. In the plain form, one tensor at a
-time, everything is pointwise, so that a compiler makes one pass of it: that is what ``compile()`` traces.
-In the other one, eager kernels work on many tensors at once. Where the step is to be left out, all
-factors are such that nothing changes.
+Where momentum comes first it adds up gradients, ``m = momentum * m + G``, and a layer's step is ``scale * (X - L Rᵀ)``
+with ``X = G + momentum * m``, the gradient and what momentum will make of it. Otherwise it adds up
+``scale * (G - L Rᵀ)``, and is the step. In the plain form, one tensor at a time, everything is pointwise, so that a
+compiler makes one pass of it: that is what ``compile()`` traces. In the other one, eager kernels work on many tensors
+at once. Where the step is to be left out, all factors are such that nothing changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradweave.compat.optim import add_all, multiply_all, multiply_each
+from gradweave.compat.optim import add_all, multiplied, multiply_all, multiply_each
 from gradweave.optim.rules import Direction, Manner, Number
 
 
@@ -24,10 +24,11 @@ class Target:
 
     Attributes:
         p: The parameter.
-        grad: Its gradient as it is.
+        grad: Its gradient as it is; of optimizers that make directions themselves, the direction.
         buffer: Its momentum.
         group: Its hyperparameters.
-        scale: What the gradient is multiplied by, as a whole or row by row.
+        factor: What the gradient is multiplied by: what a loss scale needs, and maximizing.
+        scale: What the direction is multiplied by, as a whole or row by row.
         left: ``scale * L`` of what is taken off a weight, or all that is taken off a bias.
         right: ``Rᵀ`` of a weight.
         columns_first: Whether the weight is stored transposed.
@@ -37,6 +38,7 @@ class Target:
     grad: torch.Tensor
     buffer: torch.Tensor
     group: dict[str, Any]
+    factor: Number
     scale: Number
     left: torch.Tensor | None = None
     right: torch.Tensor | None = None
@@ -85,47 +87,76 @@ def _factors(group: dict[str, Any], keep: torch.Tensor, manner: Manner) -> tuple
     return kept, share, torch.where(keep, group["lr"], 0.0)
 
 
+def look_ahead(gradient: torch.Tensor, buffer: torch.Tensor, momentum: Number) -> torch.Tensor:
+    """A gradient, with what momentum will make of it."""
+    return gradient * (1 + momentum) + buffer * (momentum * momentum)
+
+
+def times(gradient: torch.Tensor, factor: Number) -> torch.Tensor:
+    """A gradient times a factor, which mostly is 1."""
+    return gradient if isinstance(factor, float) and factor == 1.0 else gradient * factor
+
+
+def wide_dtype(x: torch.Tensor) -> torch.dtype:
+    """What steps, norms and vectors of a parameter are computed in: float32, or float64."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def new_momentum(p: torch.Tensor) -> torch.Tensor:
+    """Momentum with nothing in it; of a parameter in float16 in float32, whose range gradients need."""
+    dtype = torch.float32 if p.dtype == torch.float16 else p.dtype
+    return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+
+
 def _apply(target: Target, keep: torch.Tensor, manner: Manner) -> None:
     p, group, buffer = target.p, target.group, target.buffer
-    decay = group["weight_decay"]
+    decay, wide = group["weight_decay"], wide_dtype(p)
     kept, share, lr = _factors(group, keep, manner)
-    added = target.grad * target.scale
+    fresh = times(target.grad.to(wide), target.factor)
+    followed = look_ahead(fresh, buffer.to(wide), group["momentum"]) if manner.momentum_first else fresh
+    step = followed * target.scale
     taken_off = _taken_off(target)
     if taken_off is not None:
-        added = added - taken_off
+        step = step - taken_off
     if not manner.decoupled and decay != 0:
-        added = added + p * decay
-    added = torch.where(keep, added, torch.zeros_like(added)).to(buffer.dtype)
-    buffer.mul_(kept).add_(added * share)
+        step = step + p * decay
+    step = torch.where(keep, step, torch.zeros_like(step))
+    added = torch.where(keep, fresh, torch.zeros_like(fresh)) if manner.momentum_first else step
+    buffer.mul_(kept).add_((added * share).to(buffer.dtype))
     if manner.decoupled and decay != 0:
         p.mul_(1 - lr * decay)
-    step = buffer * group["momentum"] + added if manner.nesterov else buffer
-    p.sub_((step * lr).to(p.dtype))
+    p.sub_(((step if manner.momentum_first else buffer) * lr).to(p.dtype))
 
 
 def _apply_many(targets: list[Target], keep: torch.Tensor, manner: Manner) -> None:
     """The same for parameters of one group."""
     group = targets[0].group
-    decay = group["weight_decay"]
+    decay, momentum = group["weight_decay"], group["momentum"]
     params, buffers = [target.p for target in targets], [target.buffer for target in targets]
+    wides = [wide_dtype(p) for p in params]
     kept, share, lr = _factors(group, keep, manner)
-    scales = [torch.as_tensor(target.scale, device=keep.device).to(target.grad.dtype) for target in targets]
-    added = multiply_each([target.grad for target in targets], scales)
-    for target, part in zip(targets, added, strict=True):
+    fresh = [times(target.grad.to(wide), target.factor) for target, wide in zip(targets, wides, strict=True)]
+    followed = fresh
+    if manner.momentum_first:
+        followed = multiplied(fresh, 1 + momentum)
+        before = [buffer.to(wide) for buffer, wide in zip(buffers, wides, strict=True)]
+        add_all(followed, multiplied(before, momentum * momentum))
+    scales = [
+        torch.as_tensor(target.scale, device=keep.device).to(wide) for target, wide in zip(targets, wides, strict=True)
+    ]
+    steps = multiply_each(followed, scales)
+    for target, part in zip(targets, steps, strict=True):
         _take_off_in_place(part, target)
     if not manner.decoupled and decay != 0:
-        add_all(added, params, alpha=decay)
-    added = [torch.where(keep, part, torch.zeros_like(part)) for part in added]
+        add_all(steps, [p.to(wide) for p, wide in zip(params, wides, strict=True)], alpha=decay)
+    steps = [torch.where(keep, part, torch.zeros_like(part)) for part in steps]
+    added = [torch.where(keep, part, torch.zeros_like(part)) for part in fresh] if manner.momentum_first else steps
     multiply_all(buffers, kept)
-    add_all(buffers, added, alpha=share)
+    add_all(buffers, [part.to(buffer.dtype) for part, buffer in zip(added, buffers, strict=True)], alpha=share)
     if manner.decoupled and decay != 0:
         multiply_all(params, 1 - lr * decay)
-    steps = buffers
-    if manner.nesterov:
-        ahead = torch.as_tensor(group["momentum"], device=keep.device)
-        steps = multiply_each(buffers, [ahead.to(buffer.dtype) for buffer in buffers])
-        add_all(steps, added)
-    add_all(params, multiply_each(steps, [lr.to(buffer.dtype) for buffer in buffers]), alpha=-1.0)
+    steps = multiply_each(steps if manner.momentum_first else buffers, [lr.to(wide) for wide in wides])
+    add_all(params, [step.to(p.dtype) for step, p in zip(steps, params, strict=True)], alpha=-1.0)
 
 
 def _take_off_in_place(part: torch.Tensor, target: Target) -> None:

@@ -1,7 +1,7 @@
 """Vectors of the input projection of ``nn.MultiheadAttention``, which is no module that could have hooks.
 
 It is three matrices, for queries, keys and values, whose input vectors are the means of what the module is
-called with; their output vectors are the gradients of its bias, which ``step()`` has anyway. What the output
+called with; their output vectors, where they are caught, are the gradients of its bias. What the output
 projection is applied to cannot be seen from outside: see :mod:`gradweave.optim.attention_output`.
 """
 
@@ -20,6 +20,8 @@ from gradweave.optim.layouts import LINEAR, Layout
 class AttentionTap(Tap):
     """The hook of an attention module's input projection."""
 
+    by_kernels = False
+
     def __init__(self, width: int, shape: torch.Size, catching: Catching, masking: Masking, catcher: Catcher) -> None:
         super().__init__(Layout(LINEAR, 3, width, width), shape, catching, masking, catcher)
         self.with_outputs = False
@@ -33,13 +35,6 @@ class AttentionTap(Tap):
     def weight_of(self, module: nn.Module) -> torch.Tensor:
         """The weight of the projection."""
         return module.in_proj_weight  # type: ignore[return-value]
-
-    def catch_outputs(self, *, wanted: bool) -> None:
-        """Never: the bias' gradient serves for them."""
-
-    def is_caught_by_kernels(self, y: torch.Tensor, x: Any) -> bool:  # noqa: ARG002
-        """Never: inputs are three."""
-        return False
 
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Sums of queries, keys and values, as if there were as many of each as there are queries."""

@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from gradweave.compat.eager import in_function_transform
+from gradweave.compat.eager import function_transform
 from gradweave.errors import GradweaveError
 from gradweave.optim.caught import Catcher, catch
 from gradweave.optim.layouts import Layout
@@ -72,20 +73,14 @@ class Catching:
         outputs: Whether the outputs' gradients, besides the inputs.
         input_samples: How many of a batch's first samples inputs are looked at of; None for all.
         output_samples: The same for outputs' gradients.
-        never_all: Whether outputs are looked at of half of a batch at most: in front of a BatchNorm the
-            gradients of all samples sum to zero, and what is left is rounding.
         per_sample: Whether outputs' sums are scaled to what all samples would give.
-        by_bias: Whether the gradient of a bias serves for outputs, where a layer has one, and outputs in front of a
-            BatchNorm are left out.
         words: Whether a head that has a row for each word of an embedding has vectors.
     """
 
     outputs: bool
     input_samples: int | None = None
     output_samples: int | None = None
-    never_all: bool = False
     per_sample: bool = True
-    by_bias: bool = False
     words: bool = True
 
 
@@ -98,7 +93,12 @@ class Tap:
         catching: What is caught.
         masking: Where the padding mask is, for all layers.
         catcher: What layers do together.
+
+    Attributes:
+        by_kernels: Whether kernels may catch what :meth:`passed` would.
     """
+
+    by_kernels = True
 
     def __init__(
         self, layout: Layout, shape: torch.Size, catching: Catching, masking: Masking, catcher: Catcher
@@ -111,7 +111,11 @@ class Tap:
         self.record: torch.Tensor | None = None
         self.catcher = catcher
         self.plans: dict[Any, Any] = {}
-        self.last_plan: tuple[Any, Any] | None = None
+        self.last_plan: Any = None
+
+    def use(self, record: torch.Tensor | None) -> None:
+        """Has what is caught added to a record; nothing is caught without one."""
+        self.record, self.last_plan = record, None
 
     def new_record(self, weight: torch.Tensor) -> torch.Tensor:
         """A record with nothing in it."""
@@ -130,20 +134,13 @@ class Tap:
         samples = self.catching.input_samples, self.catching.output_samples if self.with_outputs else None
         return self.masking.mask is not None or samples != (None, None)
 
-    def catch_outputs(self, *, wanted: bool) -> None:
-        """Whether outputs' gradients are caught; not where the bias' gradient, their sum, serves for them."""
-        if wanted != self.with_outputs:
-            self.with_outputs = wanted
-            self.plans.clear()
-            self.last_plan = None
-
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
         """Behind a layer's forward."""
-        if self.record is None or not torch.is_grad_enabled() or not y.requires_grad:
+        if self.record is None or not y.requires_grad:
             return None
         weight = self.weight_of(module)
-        compiling = torch.compiler.is_compiling()
-        if not weight.requires_grad or (not compiling and in_function_transform()):
+        compiling = is_compiling()
+        if not weight.requires_grad or (not compiling and function_transform() is not None):
             return None
         if weight.shape != self.shape:
             raise GradweaveError(
@@ -151,17 +148,14 @@ class Tap:
                 "optimizer was made; make a new one after changing a model"
             )
         x = args[0] if args else kwargs["input"]
-        if not compiling and self.is_caught_by_kernels(y, x):
+        if not compiling and self.by_kernels and catch(self, x, y):
             return None
         return self.passed(y, x)
 
-    def is_caught_by_kernels(self, y: torch.Tensor, x: Any) -> bool:
-        """Has kernels catch what :meth:`passed` would, and leaves the output as it is; False where there are none."""
-        return catch(self, x, y)
-
     def weight_of(self, module: nn.Module) -> torch.Tensor:
         """The weight whose gradient the vectors belong to."""
-        return module.weight  # type: ignore[return-value]
+        own = module._parameters.get("weight")
+        return module.weight if own is None else own  # type: ignore[return-value]
 
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Sums of an input over places, and how many these are."""
@@ -172,8 +166,7 @@ class Tap:
         samples = self.catching.output_samples
         if samples is None:
             return None
-        size = self.layout.batch_size(y)
-        return min(samples, (size + 1) // 2 if self.catching.never_all else size)
+        return min(samples, self.layout.batch_size(y))
 
     def share_of(self, y: torch.Tensor) -> float:
         """What outputs' sums are multiplied by, to be those of all samples."""

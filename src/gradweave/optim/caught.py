@@ -11,8 +11,8 @@ records, in one more launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
 from operator import mul
@@ -23,19 +23,29 @@ from weakref import ref
 import torch
 
 from gradweave.compat.eager import (
+    NO_BACKWARD,
     at_end_of_backward,
     current_backward,
-    is_watched,
     lasting_node,
-    raw_stream,
-    saved_tensors_are_hooked,
+    saved_tensors_hooks,
+    stream_teller,
     version_of,
+    watchers,
 )
 from gradweave.optim import fused
 from gradweave.optim.addresses import Addresses
 from gradweave.optim.layouts import CONVOLUTION, LINEAR, TRANSPOSED
-from gradweave.optim.sum_tables import AT_ONCE, COLUMNS, Form, Together, is_aligned, record_tables
-from gradweave.optim.sums import Launcher, Rows, is_narrow, launcher, rows_of, samples_first
+from gradweave.optim.sum_tables import (
+    AT_ONCE,
+    COLUMNS,
+    WIDE,
+    Form,
+    Member,
+    Together,
+    parts_of,
+    record_tables,
+)
+from gradweave.optim.sums import Launcher, Rows, images_of, is_narrow, launcher, rows_of, samples_first
 
 if TYPE_CHECKING:
     from gradweave.optim.capture import Tap
@@ -59,31 +69,48 @@ class Plan:
         rows: Of its input.
         dtype: Of its input.
         made: The shape of its output.
+        with_outputs: Whether its output's gradient is added up too.
+        current_stream: Tells the stream that work goes to.
         held_bytes: Of its input, if autograd does not keep it; else 0.
         may_wait: Whether its input can be added up with others, later; None if it is to be found out: what autograd
             does not keep may be changed in place.
     """
 
-    def __init__(
-        self, tap: Tap, x: torch.Tensor, made: torch.Size, rows: Rows, form: Form, share: float, *, is_kept: bool
-    ) -> None:
-        self.form, self.device, self.rows, self.dtype, self.made = form, x.device, rows, x.dtype, made
-        narrow = is_narrow(rows, x, len(tap.layout.windows))
-        self._add_inputs = (samples_first if narrow else launcher)(rows, form.stretches)
+    def __init__(self, tap: Tap, x: torch.Tensor, y: torch.Tensor, rows: Rows, form: Form, *, is_kept: bool) -> None:
+        self.form, self.device, self.rows, self.dtype, self.made = form, x.device, rows, x.dtype, y.shape
+        self._shape, self._strides, self._made_of = x.shape, x.stride(), y.dtype
+        self.with_outputs, self.current_stream = form.output_columns > 0, stream_teller(x.device)
+        self._add_inputs = (samples_first if is_narrow(rows) else launcher)(rows, form.stretches)
         self.held_bytes = 0 if is_kept else x.numel() * x.element_size()
-        self.may_wait: bool | None = False if narrow else True if is_kept else None
-        self._share = share
+        self.may_wait: bool | None = True if is_kept else None
+        self._share = tap.share_of(y)
         self._add_outputs: dict[Any, Launcher] = {}
 
-    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+    def is_for(self, x: torch.Tensor, y: torch.Tensor) -> bool:
+        """Whether a call is alike."""
+        return (
+            x.shape == self._shape
+            and x.stride() == self._strides
+            and x.dtype is self.dtype
+            and x.device == self.device
+            and y.dtype is self._made_of
+            and y.shape == self.made
+        )
+
+    def inputs(self, x: torch.Tensor, tap: Tap) -> torch.Tensor:
         """The sums of an input by itself."""
+        self._leave_to_graph(tap)
         sums = _memory(self.form.stretches * self.form.columns, self.device)
         with fused.on_device(self.device):
             self._add_inputs(x, sums)
         return sums
 
-    def outputs(self, gradient: torch.Tensor, tap: Tap) -> torch.Tensor:
-        """The sums of the gradient of an output."""
+    def outputs(self, gradient: torch.Tensor | None, tap: Tap) -> torch.Tensor:
+        """The sums of the gradient of an output, or zeros if it has none."""
+        if gradient is None:
+            return _memory(self.form.output_stretches * self.form.output_columns, self.device).zero_()
+        self._leave_to_graph(tap)
+        gradient = gradient.reshape(self.made)
         gradient = gradient.resolve_neg()
         key = (gradient.stride(), gradient.dtype)
         add = self._add_outputs.get(key)
@@ -97,9 +124,10 @@ class Plan:
             add(gradient, sums)
         return sums
 
-    def no_outputs(self) -> torch.Tensor:
-        """The sums of an output that has no gradient."""
-        return _memory(self.form.output_stretches * self.form.output_columns, self.device).zero_()
+    def _leave_to_graph(self, tap: Tap) -> None:
+        """A graph that is being captured goes on reading what launches read."""
+        if fused.is_capturing(self.device):
+            tap.catcher.keep(self)
 
 
 def _memory(size: int, device: torch.device) -> torch.Tensor:
@@ -120,7 +148,7 @@ class Call:
 
     def __init__(self, tap: Tap, plan: Plan, x: torch.Tensor, output: int) -> None:
         self._tap, self.plan, self._output = tap, plan, output
-        self.stream = raw_stream(plan.device)
+        self.stream = plan.current_stream()
         self.x: torch.Tensor | None = x
         self._version = version_of(x)
         self.found: tuple[torch.Tensor, int] | None = None
@@ -135,13 +163,13 @@ class Call:
         """Adds up its input by itself, if it is as it was."""
         x = self.x
         if x is not None and version_of(x) == self._version:
-            self.found = self.plan.inputs(x), 0
+            self.found = self.plan.inputs(x, self._tap), 0
 
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Before backward comes to what autograd needs of this call."""
-        tap, plan = self._tap, self.plan
+        plan, catcher = self.plan, self._tap.catcher
         if self.found is None:
-            tap.catcher.add_up_with(self)
+            catcher.add_up_with(self)
             if self.found is None:
                 self.add_up_at_once()  # another thread's backward has taken it along, and is not through
         elif self.x is not None:  # it was held to see whether it may be: added up already
@@ -150,12 +178,10 @@ class Call:
             plan.may_wait = False
             return
         outputs = None
-        if plan.form.output_columns:
-            gradient = gradients[self._output]
+        if plan.with_outputs:
             with torch.no_grad():
-                outputs = plan.no_outputs() if gradient is None else plan.outputs(gradient.reshape(plan.made), tap)
-        memory, start = self.found
-        tap.catcher.count(Sums(tap, plan, memory, start, outputs, raw_stream(plan.device)))
+                outputs = plan.outputs(gradients[self._output], self._tap)
+        catcher.count((self._tap, plan, self.found, outputs, plan.current_stream()))
 
 
 class Sums(NamedTuple):
@@ -163,41 +189,42 @@ class Sums(NamedTuple):
 
     tap: Tap
     plan: Plan
-    inputs: torch.Tensor
-    start: int
+    found: tuple[torch.Tensor, int]
     outputs: torch.Tensor | None
     stream: int
 
 
 def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Has backward count what a layer's vectors are made of; False where kernels do not apply."""
-    record = tap.record
-    if type(x) not in _PLAIN or type(y) is not torch.Tensor or tap.masking.mask is not None or is_watched():
+    """Has backward count what a layer's vectors are made of; False where kernels do not apply.
+
+    Every layer of every forward comes by here: what is usual is asked first, and in few calls.
+    """
+    if type(x) not in _PLAIN or type(y) is not torch.Tensor or tap.masking.mask is not None or watchers() or x.is_neg():
         return False
-    if record is None or record.device != x.device or record.dtype is not torch.float32 or x.is_neg():
+    found, plan = lasting_node(y), tap.last_plan
+    if found is None:
         return False
-    found = lasting_node(y)
-    plan = None if found is None else _plan_of(tap, x, y)
-    if found is None or plan is None:
-        return False
-    if fused.is_capturing(plan.device):
-        tap.catcher.keep(plan)
+    if plan is None or not plan.is_for(x, y):
+        plan = tap.last_plan = _plan_of(tap, x, y)
+        if plan is None:
+            return False
     node, output = found
     call = Call(tap, plan, x.detach(), output)
-    if saved_tensors_are_hooked() or not plan.may_wait:
-        call.add_up_at_once()
-        if plan.may_wait is not None or saved_tensors_are_hooked():
-            call.x = None
-    else:
+    if plan.may_wait and saved_tensors_hooks() is None:
         tap.catcher.wait(call)
+    else:
+        call.add_up_at_once()
+        if plan.may_wait is not None or saved_tensors_hooks() is not None:
+            call.x = None
     node.register_prehook(call)
     return True
 
 
 def _plan_of(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
+    record = tap.record
+    if record is None or record.device != x.device or record.dtype is not torch.float32:
+        return None
     key = (x.shape, x.stride(), x.dtype, y.shape, y.dtype, x.device)
-    if tap.last_plan is not None and tap.last_plan[0] == key:
-        return tap.last_plan[1]  # type: ignore[no-any-return]
     plan: Plan | None = tap.plans.get(key)
     if plan is None:
         plan = _new_plan(tap, x, y)
@@ -206,7 +233,6 @@ def _plan_of(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
         if len(tap.plans) >= _MOST_SHAPES:
             tap.plans.clear()
         tap.plans[key] = plan
-    tap.last_plan = key, plan
     return plan
 
 
@@ -231,10 +257,10 @@ def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
         seen = (window.places(size) for window, size in zip(windows, x.shape[-len(windows) :], strict=True))
         samples = x.shape[0] if x.dim() == len(windows) + 2 else 1
         count = reduce(mul, seen, min(samples, tap.catching.input_samples or samples))
-    narrow = is_narrow(rows, x, len(windows))
-    stretches = replace(rows, count=rows.places).stretches() if narrow else rows.stretches(_BESIDE_OTHERS)
+    images = parts_of(rows)
+    stretches = (images_of(rows, images) if images else rows).stretches(_BESIDE_OTHERS)
     form = Form(stretches, rows.columns, output_stretches, output_columns, count)
-    return Plan(tap, x, y.shape, rows, form, tap.share_of(y), is_kept=_is_kept_by_autograd(tap, x, y))
+    return Plan(tap, x, y, rows, form, is_kept=_is_kept_by_autograd(tap, x, y))
 
 
 def _is_kept_by_autograd(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
@@ -264,8 +290,8 @@ class Catcher:
         self._waiting: list[ref[Call]] = []
         self._most = _MOST_SHAPES
         self._held_bytes = 0
-        self._counted: list[Sums] = []
-        self._ends: set[int] = set()
+        self._counted: list[tuple[Any, ...]] = []
+        self._ends = NO_BACKWARD
         self._together: dict[Any, Together] = {}
         self._tables: dict[Any, _Table] = {}
         self._in_graphs: dict[int, Any] = {}
@@ -276,28 +302,35 @@ class Catcher:
 
     def wait(self, one: Call) -> None:
         """Has an input added up with others, unless its graph is thrown away."""
+        held = one.plan.held_bytes
         with self._lock:
             self._waiting.append(ref(one))
-            self._held_bytes += one.plan.held_bytes
+            if not held and len(self._waiting) <= self._most:
+                return
+            self._held_bytes += held
             is_full = self._held_bytes > _HELD_BYTES
             if len(self._waiting) > self._most:
                 self._waiting = [other for other in self._waiting if other() is not None]
                 self._most = 2 * len(self._waiting) + _MOST_SHAPES
         if is_full:
             here = (one.plan.device, one.stream)
-            self._add_up_some(lambda call: call.plan.held_bytes > 0 and (call.plan.device, call.stream) == here)
+            self._add_up_some(*here, only_held=True)
 
     def add_up_with(self, one: Call) -> None:
         """Adds up an input that has waited, with all that wait on its stream."""
-        here = (one.plan.device, one.stream)
-        self._add_up_some(lambda call: (call.plan.device, call.stream) == here)
+        self._add_up_some(one.plan.device, one.stream)
 
-    def _add_up_some(self, wanted: Callable[[Call], bool]) -> None:
+    def _add_up_some(self, device: torch.device, stream: int, *, only_held: bool = False) -> None:
         """Adds up inputs that wait, all on one stream; what was changed in place meanwhile is let go."""
+        chosen: list[Call] = []
+        left: list[Call] = []
         with self._lock:
-            alive = [call for reference in self._waiting if (call := reference()) is not None]
-            chosen = [call for call in alive if wanted(call)]
-            left = [call for call in alive if not wanted(call)] if len(chosen) < len(alive) else []
+            for reference in self._waiting:
+                call = reference()
+                if call is not None:
+                    plan = call.plan
+                    here = call.stream == stream and plan.device == device and (plan.held_bytes or not only_held)
+                    (chosen if here else left).append(call)
             self._waiting = [ref(call) for call in left]
             self._held_bytes = sum(call.plan.held_bytes for call in left)
         members = [call for call in chosen if call.is_as_it_was]
@@ -305,12 +338,13 @@ class Catcher:
             if not call.is_as_it_was:
                 call.plan.may_wait, call.x = False, None
         if members:
-            with torch.no_grad(), fused.on_device(members[0].plan.device):
-                self._add_up(members, members[0].plan.device)
+            with torch.no_grad(), fused.on_device(device):
+                self._add_up(members, device)
 
     def _add_up(self, members: Sequence[Call], device: torch.device) -> None:
-        inputs = [one.x for one in members if one.x is not None]
-        key = tuple((one.plan, is_aligned(one.plan.rows, x)) for one, x in zip(members, inputs, strict=True))
+        places = [one.x.data_ptr() for one in members if one.x is not None]
+        odd = tuple(number for number, place in enumerate(places) if place % WIDE)
+        key = (odd, *[one.plan for one in members])
         together = self._together.get(key)
         capturing = fused.is_capturing(device)
         if together is None and capturing:
@@ -319,25 +353,27 @@ class Catcher:
                 one.x = None
             return
         if together is None:
-            shapes = [(plan.rows, plan.dtype, plan.form.stretches, aligned) for plan, aligned in key]
+            shapes = [
+                Member(one.plan.rows, one.plan.dtype, one.plan.form.stretches, not place % WIDE)
+                for one, place in zip(members, places, strict=True)
+            ]
             together = _remember(self._together, key, Together(shapes, device))
         if capturing:
             self.keep(together)
         memory = _memory(together.size, device)
-        together.add_up(inputs, memory)
+        together.add_up(places, memory)
         for one, start in zip(members, together.starts, strict=True):
             one.found, one.x = (memory, start), None
 
-    def count(self, sums: Sums) -> None:
-        """Has sums added to their layer's record when the backward that is running is through."""
+    def count(self, sums: tuple[Any, ...]) -> None:
+        """Has :class:`Sums` added to their layer's record when the backward that is running is through."""
         backward = current_backward()
         with self._lock:
             self._counted.append(sums)
-            is_new = backward not in self._ends
-            if is_new:
-                self._ends = {backward}
-        if is_new:
-            at_end_of_backward(self._settle)
+            if backward == self._ends:
+                return
+            self._ends = backward
+        at_end_of_backward(self._settle)
 
     def forget(self) -> None:
         """Drops what a backward that has failed left behind."""
@@ -346,7 +382,7 @@ class Catcher:
     def _settle(self) -> None:
         """Adds what layers have caught to their records; mostly that is one launch."""
         with self._lock:
-            counted, self._counted, self._ends = self._counted, [], set()
+            counted, self._counted, self._ends = list(map(Sums._make, self._counted)), [], NO_BACKWARD
         while counted:
             by_tap: dict[int, Sums] = {}
             later = [one for one in counted if by_tap.setdefault(id(one.tap), one) is not one]
@@ -363,9 +399,10 @@ class Catcher:
     def _add_to_records(self, members: Sequence[Sums], device: torch.device) -> None:
         capturing = fused.is_capturing(device)
         records = [one.tap.record for one in members if one.tap.record is not None]
-        key = (device, tuple((one.plan.form, record.data_ptr()) for one, record in zip(members, records, strict=True)))
+        key = (device, *[one.plan for one in members], *[record.data_ptr() for record in records])
         table = self._tables.get(key)
         if table is None and capturing:
+            self.keep(*records)
             for one, record in zip(members, records, strict=True):
                 _add_without_kernel(one, record)
             return
@@ -386,7 +423,7 @@ class Catcher:
 
 def _wait_for_streams(members: Sequence[Sums], device: torch.device) -> None:
     """Has this stream wait for those that sums were made on."""
-    here = raw_stream(device)
+    here = members[0].plan.current_stream()
     elsewhere = [one for one in members if one.stream != here]
     if not elsewhere:
         return
@@ -395,7 +432,7 @@ def _wait_for_streams(members: Sequence[Sums], device: torch.device) -> None:
         other = torch.cuda.ExternalStream(number, device) if number else torch.cuda.default_stream(device)
         stream.wait_stream(other)
     for one in elsewhere if not fused.is_capturing(device) else ():
-        one.inputs.record_stream(stream)
+        one.found[0].record_stream(stream)
         if one.outputs is not None:
             one.outputs.record_stream(stream)
 
@@ -409,13 +446,15 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> Any:
 
 def _addresses(one: Sums) -> tuple[int, int]:
     """Of the sums of inputs and of outputs."""
-    return one.inputs.data_ptr() + 4 * one.start, 0 if one.outputs is None else one.outputs.data_ptr()
+    memory, start = one.found
+    return memory.data_ptr() + 4 * start, 0 if one.outputs is None else one.outputs.data_ptr()
 
 
 def _add_without_kernel(one: Sums, record: torch.Tensor) -> None:
     """The same by torch's operations, for a graph that is captured before a backward like it has run."""
     form = one.plan.form
-    inputs = one.inputs[one.start : one.start + form.stretches * form.columns]
+    memory, start = one.found
+    inputs = memory[start : start + form.stretches * form.columns]
     record[: form.columns].add_(inputs.view(form.stretches, form.columns).sum(0))
     record[form.columns].add_(form.count)
     if one.outputs is not None:

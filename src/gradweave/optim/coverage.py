@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import nn
 
@@ -14,8 +13,6 @@ from gradweave.optim.attention_output import unseen_projections, watch_projectio
 from gradweave.optim.capture import Catching, Masking, Tap
 from gradweave.optim.caught import Catcher
 from gradweave.optim.layouts import Layout, layout_of
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,6 @@ class CoveredLayer:
         weight: Its weight.
         bias: Its bias, if that is a column of the layer's matrices.
         tap: Its hook.
-        is_normalized: Whether the next module of the model is a BatchNorm, in front of which outputs' gradients sum to
-            zero.
     """
 
     name: str
@@ -37,7 +32,6 @@ class CoveredLayer:
     weight: nn.Parameter
     bias: nn.Parameter | None
     tap: Tap
-    is_normalized: bool = False
 
 
 class Capture:
@@ -51,12 +45,11 @@ class Capture:
     def __init__(self, model: nn.Module, catching: Catching) -> None:
         self.masking = Masking()
         self._catcher = Catcher()
-        normalized = _normalized(model)
         self.layers = []
         head = None if catching.words else head_over_words(model)
         for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample, left=head):
             tap = Tap(layout, weight.shape, catching, self.masking, self._catcher)
-            self.layers.append(CoveredLayer(name, module, weight, bias, tap, id(module) in normalized))
+            self.layers.append(CoveredLayer(name, module, weight, bias, tap))
         for name, module in model.named_modules() if catching.per_sample else ():
             parts = attention_parts(module)
             if parts is None or not parts[0].requires_grad:
@@ -84,12 +77,6 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _normalized(model: nn.Module) -> set[int]:
-    """The modules that a BatchNorm is behind, in the order in which the model has them."""
-    leaves = [module for module in model.modules() if next(module.children(), None) is None]
-    return {id(one) for one, other in pairwise(leaves) if isinstance(other, _BATCH_NORMS)}
 
 
 def head_over_words(model: nn.Module) -> nn.Linear | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradweave.errors import ArgumentError
-from gradweave.optim.apply import Target
+from gradweave.optim.apply import Target, new_momentum
 from gradweave.optim.begun import Begun, Other
 from gradweave.optim.family import Layer, VectorOptimizer, parameters_of
 from gradweave.optim.rules import LAYER, Manner, sum_of
@@ -34,7 +34,7 @@ class DenseOptimizer(VectorOptimizer):
         if refresh < 1:
             raise ArgumentError("refresh", refresh, "give at least 1")
         self.refresh = refresh
-        manner = Manner("dense", trust=LAYER, decoupled=False, nesterov=False)
+        manner = Manner("dense", trust=LAYER, decoupled=False, momentum_first=False)
         super().__init__(parameters_of(model, params), defaults, manner)
         if not any(group["rule"] == "vectors" for group in self.param_groups):
             raise ArgumentError("model", type(model).__name__, "has no layer for this method; use torch.optim.AdamW")
@@ -57,7 +57,7 @@ class DenseOptimizer(VectorOptimizer):
         """Makes momentum."""
         for p, state in ((layer.weight, layer.state), (layer.bias, layer.bias_state)):
             if p is not None and state is not None and "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["momentum_buffer"] = new_momentum(p)
                 state["steps"] = 0
 
     def _begin(self, layers: list[Layer], others: list[Other]) -> Begun:
@@ -67,7 +67,7 @@ class DenseOptimizer(VectorOptimizer):
         if not bool(keep):
             self.after_step(next_is_fresh=True)
             return Begun([], [], keep, 1.0, self.manner)
-        inverse = self._inverse_scale(keep)
+        inverse = self._inverse_scale(keep.device)
         fresh_layers = [layer for layer in layers if layer.state["steps"] % self.refresh == 0]
         self.begin_refresh(fresh_layers)
         targets: list[Target] = []
@@ -80,12 +80,12 @@ class DenseOptimizer(VectorOptimizer):
             weight_part, bias_part = self.find_dense(layer, fresh=fresh)
             layer.state["steps"] += 1
             agreement = (weight_part * layer.grad).sum()
-            targets.append(Target(layer.weight, weight_part, layer.state["momentum_buffer"], layer.group, 1.0))
+            targets.append(Target(layer.weight, weight_part, layer.state["momentum_buffer"], layer.group, 1.0, 1.0))
             if bias_part is not None and layer.bias is not None and layer.bias_state is not None:
                 bias_grad: Any = layer.bias_grad
                 agreement = agreement + (bias_part * bias_grad).sum()
                 buffer = layer.bias_state["momentum_buffer"]
-                targets.append(Target(layer.bias, bias_part, buffer, layer.group, 1.0))
+                targets.append(Target(layer.bias, bias_part, buffer, layer.group, 1.0, 1.0))
             agreements.append(agreement)
         if layers:
             scale = self.scale_of(layers, agreements)

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradweave.compat.optim import zero_all
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.optim.apply import is_plain
+from gradweave.optim.apply import is_plain, look_ahead, new_momentum, times
 from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture, CoveredLayer
@@ -23,8 +23,8 @@ from gradweave.optim.rules import (
     INPUTS,
     JOINT,
     KL_CLIP,
+    LEADING,
     NORMALIZE,
-    TWO_SIDED,
     Direction,
     Manner,
     Number,
@@ -34,8 +34,8 @@ from gradweave.optim.rules import (
 REFERENCE_SAMPLES = 16
 """What the authors' code looks at."""
 
-OUTPUT_SAMPLES = 16
-"""What our output vectors are made of, where they are not the gradient of a bias."""
+FEWEST_OUTPUTS = 16
+"""Of a layer that has an output vector; of few outputs the leading direction is most of what there is to learn."""
 
 
 class _CapturedVectors(VectorOptimizer):
@@ -109,9 +109,8 @@ class _CapturedVectors(VectorOptimizer):
         own = {id(p) for group in self.param_groups if group["rule"] == "vectors" for p in group["params"]}
         for layer in self._capture.layers:
             if id(layer.weight) not in own:
-                layer.tap.record = None
+                layer.tap.use(None)
                 continue
-            layer.tap.catch_outputs(wanted=self._has_output_vector(layer) and not self._has_outputs_in_bias(layer))
             state = self.state[layer.weight]
             if "record" not in state or state["record"].numel() != layer.tap.record_size:
                 state["record"] = layer.tap.new_record(layer.weight)
@@ -123,18 +122,14 @@ class _CapturedVectors(VectorOptimizer):
             elif "output_vector" not in state:
                 state["output_vector"] = record.new_zeros(layout.groups, layout.outputs)
             state["columns_first"] = layout.columns_first
-            layer.tap.record = record
+            layer.tap.use(record)
 
     def _has_output_vector(self, layer: CoveredLayer) -> bool:
-        """Whether a layer has one; in front of a BatchNorm outputs' gradients sum to zero, a few samples' to noise."""
-        return self._catching.outputs and not (self._catching.by_bias and layer.is_normalized)
-
-    def _has_outputs_in_bias(self, layer: CoveredLayer) -> bool:
-        """Whether the gradient of a layer's bias is its output vector: all of the batch's, which costs nothing."""
-        if not self._catching.by_bias:
-            return False
-        groups = [group for group in self.param_groups if any(p is layer.weight for p in group["params"])]
-        return any(p is layer.bias for group in groups for p in group["params"])
+        """Whether a layer has one: what the authors' rules catch; in ours, a layer of more than a few outputs."""
+        if self.manner.formula != LEADING:
+            return self._catching.outputs
+        layout = layer.tap.layout
+        return layout.outputs >= FEWEST_OUTPUTS and not layout.columns_first
 
     def prepare_layer(self, layer: Layer) -> None:
         """Makes momentum; vectors were made with the optimizer."""
@@ -147,7 +142,7 @@ class _CapturedVectors(VectorOptimizer):
         self.prepare_size(layer)
         for p, state in ((layer.weight, layer.state), (layer.bias, layer.bias_state)):
             if p is not None and state is not None and "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["momentum_buffer"] = new_momentum(p)
 
     def begin_step(self) -> None:
         """Averages what was caught over data-parallel ranks."""
@@ -166,12 +161,21 @@ class _CapturedVectors(VectorOptimizer):
         """Blends what was caught into the running vectors, and gives the direction."""
         inputs, outputs = self._blend(layer, factor, keep)
         group = layer.group
-        gradient = matrices(layer.grad, inputs.shape[0], columns_first=layer.columns_first).to(inputs.dtype) * factor
-        bias_gradient = None
-        if layer.bias_grad is not None:
-            bias_gradient = layer.bias_grad.view(gradient.shape[:2]).to(inputs.dtype) * factor
-        square = gradient_square * factor * factor
-        return direction(
+        fresh = times(layer.grad.to(inputs.dtype), factor)
+        gradient = matrices(
+            self._followed(fresh, layer.state, group), inputs.shape[0], columns_first=layer.columns_first
+        )
+        bias_fresh = bias_gradient = None
+        if layer.bias_grad is not None and layer.bias_state is not None:
+            bias_fresh = times(layer.bias_grad.to(inputs.dtype), factor)
+            bias_gradient = self._followed(bias_fresh, layer.bias_state, group).view(gradient.shape[:2])
+        square, moves = gradient_square * factor * factor, None
+        if self.manner.momentum_first:
+            square = gradient.square().sum() + (0.0 if bias_gradient is None else bias_gradient.square().sum())
+            moves = (matrices(fresh, inputs.shape[0], columns_first=layer.columns_first) != 0).any(-1)
+            if bias_fresh is not None:
+                moves = moves | (bias_fresh.view(moves.shape) != 0)
+        found = direction(
             self.manner,
             group["damping"],
             gradient,
@@ -180,8 +184,18 @@ class _CapturedVectors(VectorOptimizer):
             inputs,
             outputs,
             output_damping=group["output_damping"],
+            moves=moves,
             pointwise=is_plain(group),
         )
+        if found.next_outputs is not None and outputs is not None:
+            outputs.copy_(torch.where(keep, found.next_outputs, outputs))
+        return found
+
+    def _followed(self, fresh: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
+        """What a step goes along before anything is taken off: the gradient, or momentum that looks ahead."""
+        if not self.manner.momentum_first:
+            return fresh
+        return look_ahead(fresh, state["momentum_buffer"].to(fresh.dtype), group["momentum"])
 
     def _blend(self, layer: Layer, factor: Number, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         state = layer.state
@@ -192,12 +206,12 @@ class _CapturedVectors(VectorOptimizer):
         weight = layer.group["running_average"]
         _blend_into(running, record[: running.numel()] / safe, weight, fresh)
         outputs = state.get("output_vector")
-        if outputs is not None:
+        if outputs is not None and self.manner.formula != LEADING:
             new = record[running.numel() + 1 :] * self._inverse_loss_scale()
             if new.numel() == 0:
                 new = self._from_bias(layer, outputs, factor)
             new = new if self._catching.per_sample else new / safe
-            _blend_into(outputs, self._sized(new.view(outputs.shape)), weight, fresh)
+            _blend_into(outputs, new.view(outputs.shape), weight, fresh)
         record.zero_()
         return running, outputs
 
@@ -206,16 +220,6 @@ class _CapturedVectors(VectorOptimizer):
         if layer.bias_grad is None:
             return torch.zeros_like(outputs)
         return layer.bias_grad.view(outputs.shape).to(outputs.dtype) * factor
-
-    def _sized(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Output vectors as they are blended: of length one where only their direction matters.
-
-        A loss scale that changes from step to step then has no part in the running average.
-        """
-        if not self.manner.relative:
-            return outputs
-        sizes = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
-        return torch.where(sizes > 0, outputs / sizes, torch.zeros_like(outputs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients, and the vectors that were caught with them."""
@@ -257,10 +261,7 @@ def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
         return Catching(outputs, samples, samples, per_sample=False)
     if mode is Mode.FAITHFUL:
         return Catching(outputs, samples, samples)
-    if outputs:
-        few = samples or OUTPUT_SAMPLES
-        return Catching(outputs, None, few, never_all=True, by_bias=samples is None, words=False)
-    return Catching(outputs, samples, words=False)
+    return Catching(False, samples, words=False)
 
 
 class EvaF(_CapturedVectors):
@@ -276,13 +277,13 @@ class EvaF(_CapturedVectors):
             both are in one group.
         lr: Learning rate.
         damping: Above 0; as a share of the vectors' squared size, or as it is in the authors' modes.
-        momentum: As in SGD.
+        momentum: Of gradients, in front of the direction; as in SGD, behind it, in the authors' modes.
         weight_decay: Decoupled, or added to the direction in the authors' modes.
         running_average: Weight of a step's vectors in the running ones.
         samples: How many of a batch's first samples to look at; None for what the mode has.
         kl_clip: The authors' limit.
         first_order: Rule for what has no vectors: ``"adamw"`` or ``"sgd"``.
-        first_order_lr: Its learning rate; by default a tenth of ``lr`` for AdamW, ``lr`` for SGD.
+        first_order_lr: Its learning rate; by default a twentieth of ``lr`` for AdamW, ``lr`` for SGD.
         first_order_weight_decay: Its weight decay; by default ``weight_decay``.
         betas: AdamW's.
         eps: AdamW's.
@@ -337,19 +338,19 @@ class Eva(_CapturedVectors):
     """Eva: preconditions from both sides, by vectors of inputs and of outputs' gradients.
 
     The published rule inverts one rank-one matrix for both sides together, which in practice leaves the gradient
-    as it was; by default each side is damped by itself. Output vectors are those of a few samples, since those
-    of a whole batch are zero in front of a BatchNorm.
+    as it was, and its output vectors are zero in front of a BatchNorm. By default each side is damped by itself, and
+    the output vector is the direction of outputs in which steps would be largest, found by one power iteration in each.
 
     Args:
         model: As in :class:`EvaF`, as all that is not named here.
         params: The same.
         lr: The same.
         damping: Of the inputs' side.
-        output_damping: Of the outputs' side; not in the authors' modes, which have one for both.
+        output_damping: Of the outputs' side, as a share of it; not in the authors' modes, which have one for both.
         momentum: The same.
         weight_decay: The same.
         running_average: The same.
-        samples: How many samples output vectors are made of; in the authors' modes, both vectors.
+        samples: The same; in the authors' modes, of both vectors.
         kl_clip: The same.
         first_order: The same.
         first_order_lr: The same.
@@ -371,7 +372,7 @@ class Eva(_CapturedVectors):
         *,
         lr: float | torch.Tensor | None = None,
         damping: float | None = None,
-        output_damping: float = 1.0,
+        output_damping: float = 0.1,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         running_average: float | None = None,
@@ -395,7 +396,7 @@ class Eva(_CapturedVectors):
             first_order_weight_decay, betas, eps, maximize, foreach, capturable,
         )  # fmt: skip
         authors = Manner(JOINT, **AUTHORS, divided=True, trust=KL_CLIP)
-        manner = Manner(TWO_SIDED) if mode is Mode.OURS else authors
+        manner = Manner(LEADING) if mode is Mode.OURS else authors
         if not output_damping > 0:
             raise ArgumentError("output_damping", output_damping, "give a positive number")
         defaults = {**given.defaults(mode), "output_damping": output_damping}

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gradweave.errors import ArgumentError
-from gradweave.optim.apply import is_plain
-from gradweave.optim.family import Layer, VectorOptimizer, parameters_of, wide_dtype
+from gradweave.optim.apply import is_plain, new_momentum, wide_dtype
+from gradweave.optim.family import Layer, VectorOptimizer, parameters_of
 from gradweave.optim.hyperparameters import Given, Mode
 from gradweave.optim.rules import (
     AUTHORS,
@@ -41,7 +41,7 @@ class EvaS(VectorOptimizer):
         params: As in :class:`EvaF`, as all that follows.
         lr: The same.
         damping: The same, for each side.
-        momentum: The same.
+        momentum: As in SGD, of directions.
         weight_decay: The same.
         running_average: Weight of a step's vectors; not for ``reference=True``.
         kl_clip: The same.
@@ -85,7 +85,7 @@ class EvaS(VectorOptimizer):
             first_order_weight_decay, betas, eps, maximize, foreach, capturable,
         )  # fmt: skip
         manners = {
-            Mode.OURS: Manner(TWO_SIDED, trust=LAYER, nesterov=False),
+            Mode.OURS: Manner(TWO_SIDED, trust=LAYER, momentum_first=False),
             Mode.FAITHFUL: Manner(JOINT, **AUTHORS, divided=True, trust=KL_CLIP),
             Mode.REFERENCE: Manner(JOINT, **AUTHORS, trust=GRADIENT_NORM, nesterov_twice=True),
         }
@@ -103,7 +103,7 @@ class EvaS(VectorOptimizer):
         weight, state = layer.weight, layer.state
         self.prepare_size(layer)
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
+            state["momentum_buffer"] = new_momentum(weight)
             size = sum(self._modes(weight))
             state["mode_vectors"] = torch.zeros(size, dtype=wide_dtype(weight), device=weight.device)
 

@@ -15,7 +15,7 @@ from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.marks import is_in_fusion
 from gradweave.optim import first_order
-from gradweave.optim.apply import Target, column_of_bias
+from gradweave.optim.apply import Target, column_of_bias, wide_dtype
 from gradweave.optim.begun import Begun, Other, Plain
 from gradweave.optim.rules import (
     LAYER,
@@ -30,7 +30,7 @@ from gradweave.optim.rules import (
     sum_of,
 )
 
-ADAMW_RATIO = 0.1
+ADAMW_RATIO = 0.05
 """AdamW's learning rate to the family's, unless it has one of its own."""
 
 VECTORS = "vectors"
@@ -159,6 +159,8 @@ class VectorOptimizer(Optimizer):
             for key in _PRECISE:
                 if key in entry:
                     self.state[p][key] = entry[key].detach().clone().to(device=p.device, dtype=wide_dtype(p))
+            if p.dtype == torch.float16 and "momentum_buffer" in entry:
+                self.state[p]["momentum_buffer"] = entry["momentum_buffer"].detach().clone().to(p.device, torch.float32)
             if isinstance(entry.get("step"), torch.Tensor):
                 self.state[p]["step"] = entry["step"].detach().clone().to(p.device)
 
@@ -268,7 +270,7 @@ class VectorOptimizer(Optimizer):
         squares = [_square(layer.grad, layer.bias_grad) for layer in layers]
         keep = self._may_step([*squares, *(_square(p.grad) for p, _ in others)])
         self.begin_step()
-        inverse = self._inverse_scale(keep)
+        inverse = self._inverse_scale(keep.device)
         factors = [-inverse if layer.group["maximize"] else inverse for layer in layers]
         found = [
             self.find_direction(layer, square, factor, keep)
@@ -300,10 +302,10 @@ class VectorOptimizer(Optimizer):
         found = getattr(self, "found_inf", None)
         return keep if found is None else keep & (found.reshape(()).to(keep.device) == 0)
 
-    def _inverse_scale(self, keep: torch.Tensor) -> Number:
+    def _inverse_scale(self, device: torch.device) -> Number:
         """What gradients are to be multiplied by, under a GradScaler that leaves that to the optimizer."""
         scale = getattr(self, "grad_scale", None)
-        return 1.0 if scale is None else scale.reshape(()).to(keep.device).double().reciprocal().float()
+        return 1.0 if scale is None else scale.reshape(()).to(device).double().reciprocal().float()
 
 
 def _device_of(layers: list[Layer], others: list[Other]) -> torch.device:
@@ -320,14 +322,14 @@ def _as_now(value: Any) -> Any:
 def _targets(layer: Layer, found: Direction, scale: torch.Tensor, factor: Number) -> list[Target]:
     """A layer's weight and bias with what is to happen to them."""
     group, buffer = layer.group, layer.state["momentum_buffer"]
-    own = _for(layer.weight, scale * factor)
-    weight = Target(layer.weight, layer.grad, buffer, group, own, found.left * scale, found.right)
+    own = _for(layer.weight, scale)
+    weight = Target(layer.weight, layer.grad, buffer, group, factor, own, found.left * scale, found.right)
     weight.columns_first = layer.columns_first
     if layer.bias is None or layer.bias_grad is None or layer.bias_state is None:
         return [weight]
     column = column_of_bias(found, scale, layer.bias)
     buffer = layer.bias_state["momentum_buffer"]
-    return [weight, Target(layer.bias, layer.bias_grad, buffer, group, _for(layer.bias, scale * factor), column)]
+    return [weight, Target(layer.bias, layer.bias_grad, buffer, group, factor, _for(layer.bias, scale), column)]
 
 
 def _for(p: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -382,11 +384,6 @@ def _size(layer: Layer) -> torch.Tensor:
     """What a layer's steps are measured by."""
     size: torch.Tensor | None = layer.state.get("size")
     return torch.ones_like(layer.grad.new_zeros(()), dtype=wide_dtype(layer.grad)) if size is None else size.view(())
-
-
-def wide_dtype(x: torch.Tensor) -> torch.dtype:
-    """What norms and vectors of a parameter are computed in: float32, or float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

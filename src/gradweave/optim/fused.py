@@ -1,4 +1,4 @@
-"""A step in Triton kernels, each for many tensors: two passes over the gradients, and nothing waits.
+"""A step in Triton kernels, each for many tensors: two passes over gradients and momentum, and nothing waits.
 
 The first pass takes the norms and the products with vectors that scales need; the second one makes the direction
 and writes momentum and weight. Between them lie a few launches on numbers and vectors. Tables of shapes are
@@ -33,7 +33,7 @@ from gradweave.optim.fused_inputs import (
     layer_shape,
 )
 from gradweave.optim.fused_tables import Blocks, FlatShape, LayerShape, Segment, Tables, make_tables
-from gradweave.optim.rules import INPUTS, ROW, TWO_SIDED, Manner, Number
+from gradweave.optim.rules import INPUTS, LEADING, LEAST, ROW, Manner, Number
 
 if TYPE_CHECKING:
     from gradweave.optim.family import Layer
@@ -67,9 +67,13 @@ def is_capturing(device: torch.device) -> bool:
 def is_fusible(manner: Manner) -> bool:
     """Whether the kernels know a rule: our own, whose scales are each row's, with vectors known before the gradient."""
     plain = (
-        manner.relative and manner.decoupled and manner.nesterov and not manner.divided and not manner.nesterov_twice
+        manner.relative
+        and manner.decoupled
+        and manner.momentum_first
+        and not manner.divided
+        and not manner.nesterov_twice
     )
-    return plain and manner.trust == ROW and manner.formula in (INPUTS, TWO_SIDED)
+    return plain and manner.trust == ROW and manner.formula in (INPUTS, LEADING)
 
 
 @dataclass
@@ -214,13 +218,15 @@ class _Step:
         counts = self.plan.tables.count_of
         first_chunk = -(-counts["layers"] // _ROOM) * _ROOM
         squares = torch.zeros(first_chunk + counts["chunks"], dtype=torch.float32, device=self.plan.one.device)
+        inverse = self.optimizer._inverse_scale(self.plan.one.device)
+        scale = inverse.to(torch.float32).view(1) if isinstance(inverse, torch.Tensor) else self.plan.one
         self._make_vectors()
-        self._measure(squares, squares[first_chunk:])
+        self._measure(scale, squares, squares[first_chunk:])
         keep = self.optimizer._may_step([squares.to(torch.float64).sum()])
         taken = keep.to(torch.int32).view(1)
-        self._write(taken)
+        self._write(scale, taken)
         if self.others:
-            self._update_others(taken, self.optimizer._inverse_scale(keep))
+            self._update_others(taken, scale)
         torch.autograd.graph.increment_version(list(self._written()))
 
     def _make_vectors(self) -> None:
@@ -230,23 +236,26 @@ class _Step:
         for member, (first, count) in tables.matrices_of.items():
             group = self.groups[member]
             kernels.blend[(count,)](
-                tables.layers, tables.matrices, at["fixed"], at["gradients"], room["layer_numbers"],
-                room["matrix_numbers"], room["vectors"], float(group["running_average"]), _sign(group), first,
-                BLOCKS.long, num_warps=8,
+                tables.matrices, at["fixed"], room["layer_numbers"], room["matrix_numbers"], room["vectors"],
+                float(group["running_average"]), first, BLOCKS.long, num_warps=8,
             )  # fmt: skip
 
-    def _measure(self, squares: torch.Tensor, chunk_squares: torch.Tensor) -> None:
-        """The first pass over gradients: their squares, and layers' scales."""
+    def _measure(self, scale: torch.Tensor, squares: torch.Tensor, chunk_squares: torch.Tensor) -> None:
+        """The first pass over gradients: squares, and layers' scales."""
         kernels, tables, room, at = self.kernels, self.plan.tables, self.room, self.at
         for part in tables.tile_segments:
+            group = self.groups[part.member]
             kernels.measure[(part.count,)](
-                tables.tiles, tables.matrices, at["gradients"], room["vectors"], part.first, tables.with_left,
-                part.aligned, part.rows, part.columns, num_warps=8,
+                tables.tiles, tables.matrices, at["fixed"], at["gradients"], room["vectors"], scale,
+                float(group["momentum"]), _sign(group), part.first, tables.with_left, part.aligned, part.rows,
+                part.columns, num_warps=8,
             )  # fmt: skip
-        kernels.gather[(tables.count_of["blocks"],)](
-            tables.blocks, tables.matrices, at["gradients"], room["vectors"], room["block_sums"],
-            tables.with_left, BLOCKS.parts, BLOCKS.vector,
-        )  # fmt: skip
+        for member, (first, count) in tables.blocks_of.items():
+            group = self.groups[member]
+            kernels.gather[(count,)](
+                tables.blocks, tables.matrices, at["fixed"], at["gradients"], room["vectors"], room["block_sums"],
+                scale, float(group["momentum"]), _sign(group), first, tables.with_left, BLOCKS.parts, BLOCKS.vector,
+            )  # fmt: skip
         for member, (first, count) in tables.matrices_of.items():
             on_inputs, on_outputs = self.groups[member]["damping"], self.groups[member]["output_damping"]
             kernels.combine[(count,)](
@@ -267,7 +276,7 @@ class _Step:
                 tables.chunks, at["flat_gradients"], chunk_squares, part.first, part.aligned, BLOCKS.flat
             )
 
-    def _write(self, taken: torch.Tensor) -> None:
+    def _write(self, scale: torch.Tensor, taken: torch.Tensor) -> None:
         """The second pass over gradients: momentum and weights, and then vectors."""
         kernels, tables, room, at = self.kernels, self.plan.tables, self.room, self.at
         for part in tables.tile_segments:
@@ -275,16 +284,15 @@ class _Step:
             rate, is_tensor = _rate(group)
             kernels.apply[(part.count,)](
                 tables.tiles, tables.matrices, at["fixed"], at["gradients"], room["vectors"], room["matrix_numbers"],
-                room["layer_numbers"], taken, rate, float(group["momentum"]), float(group["weight_decay"]),
-                _sign(group), part.first, tables.with_left, is_tensor, part.aligned, part.rows, part.columns,
+                room["layer_numbers"], taken, scale, rate, float(group["momentum"]), float(group["weight_decay"]),
+                _sign(group), LEAST, part.first, tables.with_left, is_tensor, part.aligned, part.rows, part.columns,
                 num_warps=8,
             )  # fmt: skip
         kernels.commit[(tables.count_of["matrices"],)](
             tables.layers, tables.matrices, at["fixed"], room["vectors"], taken, BLOCKS.long, num_warps=8
         )
 
-    def _update_others(self, taken: torch.Tensor, inverse: Number) -> None:
-        scale = inverse.to(torch.float32).view(1) if isinstance(inverse, torch.Tensor) else self.plan.one
+    def _update_others(self, taken: torch.Tensor, scale: torch.Tensor) -> None:
         count = len(self.others)
         self.flat_kernels.count_steps[-(-count // BLOCKS.vector),](self.at["flat_fixed"], taken, count, BLOCKS.vector)
         for part in self.plan.tables.chunk_segments:

@@ -70,11 +70,10 @@ def layer_shape(layer: Layer, groups: dict[int, dict[str, Any]], device: torch.d
     count = vectors.shape[0]
     rows = weight.shape[0] // count
     columns = weight.numel() // weight.shape[0]
-    from_bias = outputs is not None and record.numel() == vectors.numel() + 1
     aligned = all(x.data_ptr() % 16 == 0 for x in memory[:3])
     member = list(groups).index(id(layer.group))
     return LayerShape(
-        member, count, rows, columns, taps, outputs is not None, from_bias, layer.bias is not None,
+        member, count, rows, columns, taps, outputs is not None, layer.bias is not None,
         layer.columns_first, aligned,
     )  # fmt: skip
 

@@ -1,16 +1,19 @@
 # mypy: ignore-errors
 """Triton kernels of Eva's and Eva-f's step: each for many tensors in one launch.
 
-A weight is seen as it is stored: ``G`` with rows and columns, a vector ``u`` on its rows, another one
-``v`` on its columns, and maybe a bias, which is one more column. With ``q = G v`` and ``w = uᵀ G``::
+A weight is seen as it is stored: ``X``, its gradient with what momentum will make of it, with rows and columns, a
+vector ``u`` on its rows, another one ``v`` on its columns, and maybe a bias, which is one more column. With
+``q = X v`` and ``w = uᵀ X``::
 
-    P = G - alpha q vᵀ - u (beta w - alpha beta (u·q) v)ᵀ
+    P = X - alpha q vᵀ - beta u (w - alpha (u·q) v)ᵀ
 
-is every direction: Eva's, Eva-f's (``u`` is zero) and those of weights that are stored transposed (the
-vectors change places). Each row of ``P`` is given one length, as :mod:`gradweave.optim.rules` says: by ``|G|²``
-of the row, less a multiple of ``q²``, and a multiple of ``u²``. Weights that are stored transposed have one
-scale. The gradient is read twice: :func:`measure` takes what the scales need, :func:`apply` writes momentum and
-weight. Sums are made of parts in a fixed order, without atomics: a step is the same each time.
+is every direction: Eva's, Eva-f's (``u`` is zero) and those of weights that are stored transposed (``u`` is the input
+vector, ``v`` zero). Eva's next ``u`` is the product of what the first term leaves of ``X`` with the bracket. Each row
+of ``P`` is given one length, as :mod:`gradweave.optim.rules` says, by ``|X|²`` of the row, less multiples of ``q²``
+and of ``u²``; rows without a gradient in this step do not move.
+Weights that are stored transposed have one scale. Gradient and momentum are read twice: :func:`measure` takes what the
+scales need, :func:`apply` writes momentum and weight. Sums are made of parts in a fixed order, without atomics: a step
+is the same each time.
 
 Tables are of int64, a row for each thing; what their columns are, :mod:`gradweave.optim.fused_tables` says.
 """
@@ -32,14 +35,12 @@ def _finite(x):
 
 @triton.jit
 def look(layers, fixed, layer_numbers, block: tl.constexpr):
-    """Of each layer: whether what was caught is of use, its places, and whether there are vectors yet."""
+    """Of each layer: whether what was caught is of use, its places, and whether there is an input vector yet."""
     layer = tl.program_id(0)
     inputs = tl.load(layers + layer * 8).to(tl.int32)
-    outputs = tl.load(layers + layer * 8 + 1).to(tl.int32)
     length = tl.load(layers + layer * 8 + 2).to(tl.int32)
     record = _address(fixed, layer * 8 + 4)
     old_inputs = _address(fixed, layer * 8 + 5)
-    old_outputs = _address(fixed, layer * 8 + 6)
     at = tl.arange(0, block)
     total = tl.zeros([block], tl.float32)
     for start in range(0, length, block):
@@ -48,16 +49,11 @@ def look(layers, fixed, layer_numbers, block: tl.constexpr):
     for start in range(0, inputs, block):
         old = tl.load(old_inputs + start + at, mask=start + at < inputs, other=0.0)
         seen_inputs = tl.maximum(seen_inputs, tl.where(old != 0, 1.0, 0.0))
-    seen_outputs = tl.zeros([block], tl.float32)
-    for start in range(0, outputs, block):
-        old = tl.load(old_outputs + start + at, mask=start + at < outputs, other=0.0)
-        seen_outputs = tl.maximum(seen_outputs, tl.where(old != 0, 1.0, 0.0))
     count = tl.load(record + inputs)
     useful = (count > 0) & _finite(tl.sum(total, 0))
     tl.store(layer_numbers + layer * 8, tl.where(useful, 1.0, 0.0))
     tl.store(layer_numbers + layer * 8 + 1, tl.where(count > 0, count, 1.0))
     tl.store(layer_numbers + layer * 8 + 2, tl.max(seen_inputs, 0))
-    tl.store(layer_numbers + layer * 8 + 3, tl.max(seen_outputs, 0))
 
 
 @triton.jit
@@ -67,11 +63,8 @@ def _blended(old, new, seen, useful, weight):
 
 
 @triton.jit(do_not_specialize=["first"])
-def blend(
-    layers, matrices, fixed, gradients, layer_numbers, matrix_numbers, vectors, weight, sign, first,
-    block: tl.constexpr,
-):  # fmt: skip
-    """The vectors that each matrix will have if the step is taken, and their squares."""
+def blend(matrices, fixed, layer_numbers, matrix_numbers, vectors, weight, first, block: tl.constexpr):
+    """The input vector that each matrix will have if the step is taken, its square, and its output vector."""
     matrix = first + tl.program_id(0)
     row = matrices + matrix * 24
     layer = tl.load(row)
@@ -83,7 +76,6 @@ def blend(
     useful = tl.load(layer_numbers + layer * 8)
     count = tl.load(layer_numbers + layer * 8 + 1)
     seen_inputs = tl.load(layer_numbers + layer * 8 + 2)
-    seen_outputs = tl.load(layer_numbers + layer * 8 + 3)
     record = _address(fixed, layer * 8 + 4)
     caught = record + group * inputs
     old_inputs = _address(fixed, layer * 8 + 5) + group * inputs
@@ -98,31 +90,19 @@ def blend(
         square += tl.where(inside, new * new, 0.0)
     tl.store(matrix_numbers + matrix * 8 + 6, tl.sum(square, 0))
 
-    # Output vectors come behind the inputs' and the count, or are the bias' gradient where no hook sees them.
-    all_inputs = tl.load(layers + layer * 8)
-    from_bias = tl.load(layers + layer * 8 + 3)
-    behind = tl.load(fixed + layer * 8 + 4) + 4 * (all_inputs + 1)
-    bias_gradient = tl.load(gradients + layer * 2 + 1)
-    address = tl.where(from_bias > 0, bias_gradient, behind)
-    there = address != 0
-    turn = tl.where(from_bias > 0, sign, 1.0)
-    source = address.to(tl.pointer_type(tl.float32)) + group * outputs
+    # Where no step has found an output vector yet, the first one looks for it from equal elements.
     old_outputs = _address(fixed, layer * 8 + 6) + group * outputs
-    total = tl.zeros([block], tl.float32)
+    known = tl.zeros([block], tl.float32)
     for start in range(0, outputs, block):
-        new = tl.load(source + start + at, mask=(start + at < outputs) & there, other=0.0)
-        total += new * new
-    size = tl.sqrt(tl.sum(total, 0))
-    factor = tl.where(size > 0, turn, 0.0) / tl.where(size > 0, size, 1.0)
-    square = tl.zeros([block], tl.float32)
+        old = tl.load(old_outputs + start + at, mask=start + at < outputs, other=0.0)
+        known = tl.maximum(known, tl.where(old != 0, 1.0, 0.0))
+    is_known = tl.max(known, 0)
+    equal = 1.0 / tl.sqrt(tl.maximum(outputs, 1).to(tl.float32))
     for start in range(0, outputs, block):
         inside = start + at < outputs
         old = tl.load(old_outputs + start + at, mask=inside, other=0.0)
-        new = tl.load(source + start + at, mask=inside & there, other=0.0) * factor
-        new = _blended(old, new, seen_outputs, useful, weight)
-        tl.store(new_outputs + start + at, new, mask=inside)
-        square += tl.where(inside, new * new, 0.0)
-    tl.store(matrix_numbers + matrix * 8 + 7, tl.sum(square, 0))
+        tl.store(new_outputs + start + at, tl.where(is_known > 0, old, equal), mask=inside)
+    tl.store(matrix_numbers + matrix * 8 + 7, is_known)
 
 
 @triton.jit
@@ -133,12 +113,18 @@ def _column_vector(vectors, offset, at, inside, columns, taps):
     return tl.load(vectors + offset + place, mask=inside & (offset >= 0), other=0.0)
 
 
+@triton.jit
+def _ahead(gradient, buffer, momentum):
+    """A gradient, with what momentum will make of it."""
+    return gradient * (1 + momentum) + buffer * (momentum * momentum)
+
+
 @triton.jit(do_not_specialize=["first"])
 def measure(
-    tiles, matrices, gradients, vectors, first,
+    tiles, matrices, fixed, gradients, vectors, loss_scale, momentum, sign, first,
     with_left: tl.constexpr, aligned: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    """The first pass over gradients: of a tile its part of ``q``, of ``w`` and of the squares of rows."""
+    """The first pass: of a tile its part of ``q``, of ``w``, of the squares of rows and of their largest gradients."""
     tile = first + tl.program_id(0)
     matrix = tl.load(tiles + tile * 4)
     first_row = tl.load(tiles + tile * 4 + 1).to(tl.int32)
@@ -153,15 +139,20 @@ def measure(
     on_columns = tl.load(row + 10)
     q_parts = vectors + tl.load(row + 13) + (first_column // block_columns) * rows
     square_parts = q_parts + tl.load(row + 16) * rows
+    largest_parts = square_parts + tl.load(row + 16) * rows
     w_parts = vectors + tl.load(row + 14) + (first_row // tl.load(row + 15).to(tl.int32)) * columns
     start = tl.load(row + 1) * rows * columns + first_row.to(tl.int64) * columns + first_column
     gradient = tl.load(gradients + layer * 2).to(tl.pointer_type(tl.float32))
+    buffer = tl.load(fixed + layer * 8 + 1).to(tl.pointer_type(tl.float32))
     if aligned:
         columns = tl.multiple_of(columns, 4)
         first_column = tl.multiple_of(first_column, 4)
         start = tl.multiple_of(start, 4)
         gradient = tl.multiple_of(gradient, 16)
+        buffer = tl.multiple_of(buffer, 16)
     gradient += start
+    buffer += start
+    turn = tl.load(loss_scale) * sign
     down = tl.arange(0, block_rows)
     along = tl.arange(0, block_columns)
     inside = first_column + along < columns
@@ -170,7 +161,10 @@ def measure(
     for above in range(0, end_row - first_row, block_rows):
         present = first_row + above + down < end_row
         mask = present[:, None] & inside[None, :]
-        part = tl.load(gradient + (above + down)[:, None] * columns + along[None, :], mask=mask, other=0.0)
+        place = (above + down)[:, None] * columns + along[None, :]
+        part = tl.load(gradient + place, mask=mask, other=0.0) * turn
+        tl.store(largest_parts + first_row + above + down, tl.max(tl.abs(part), 1), mask=present)
+        part = _ahead(part, tl.load(buffer + place, mask=mask, other=0.0), momentum)
         tl.store(q_parts + first_row + above + down, tl.sum(part * v[None, :], 1), mask=present)
         tl.store(square_parts + first_row + above + down, tl.sum(part * part, 1), mask=present)
         if with_left:
@@ -180,13 +174,13 @@ def measure(
         tl.store(w_parts + first_column + along, tl.sum(across, 0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_block"])
 def gather(
-    blocks, matrices, gradients, vectors, block_sums,
+    blocks, matrices, fixed, gradients, vectors, block_sums, loss_scale, momentum, sign, first_block,
     with_left: tl.constexpr, parts_at_once: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the parts of some elements of ``q`` and rows' squares (with the bias' column), or of ``w``."""
-    number = tl.program_id(0)
+    """Puts together the parts of some elements of ``q``, of rows' squares and largest gradients, or of ``w``."""
+    number = first_block + tl.program_id(0)
     matrix = tl.load(blocks + number * 4)
     of_columns = tl.load(blocks + number * 4 + 1)
     first = tl.load(blocks + number * 4 + 2).to(tl.int32)
@@ -213,18 +207,29 @@ def gather(
         mask = (part + down < count)[:, None] & inside[None, :]
         total += tl.load(parts + (part + down)[:, None] * rows + at[None, :], mask=mask, other=0.0)
     row_square = tl.sum(total, 0)
+    most = tl.zeros([parts_at_once, block], tl.float32)
+    parts += count * rows
+    for part in range(0, tl.where(of_columns > 0, 0, count), parts_at_once):
+        mask = (part + down < count)[:, None] & inside[None, :]
+        most = tl.maximum(most, tl.load(parts + (part + down)[:, None] * rows + at[None, :], mask=mask, other=0.0))
+    largest = tl.max(most, 0)
     bias_gradient = tl.load(gradients + layer * 2 + 1)
     has_bias = (bias_gradient != 0) & (tl.load(row + 22) > 0) & (of_columns == 0)
     bias = bias_gradient.to(tl.pointer_type(tl.float32)) + tl.load(row + 1) * rows
-    g = tl.load(bias + at, mask=inside & has_bias, other=0.0)
+    buffer = _address(fixed, layer * 8 + 3) + tl.load(row + 1) * rows
+    g = tl.load(bias + at, mask=inside & has_bias, other=0.0) * (tl.load(loss_scale) * sign)
+    largest = tl.maximum(largest, tl.abs(g))
+    g = _ahead(g, tl.load(buffer + at, mask=inside & has_bias, other=0.0), momentum)
     found += g
     row_square += g * g
     tl.store(whole + at, found, mask=inside)
     tl.store(whole + rows + at, row_square, mask=inside & (of_columns == 0))
+    tl.store(whole + 2 * rows + at, largest, mask=inside & (of_columns == 0))
     square = tl.sum(found * found, 0)
     tl.store(block_sums + number * 8, tl.where(of_columns > 0, 0.0, square))
     tl.store(block_sums + number * 8 + 3, tl.sum(row_square, 0))
     tl.store(block_sums + number * 8 + 4, tl.where(of_columns > 0, square, 0.0))
+    tl.store(block_sums + number * 8 + 5, tl.max(largest, 0))
     uq = 0.0
     ug = 0.0
     if with_left:
@@ -243,7 +248,7 @@ def _inverse(square, damping):
 
 @triton.jit(do_not_specialize=["first"])
 def combine(matrices, block_sums, matrix_numbers, input_damping, output_damping, first, block: tl.constexpr):
-    """Of each matrix: its factors, its gradient's square, and by how much the direction's square is less."""
+    """Of each matrix: its factors, its square (0 if it has no gradient), and by how much the direction's is less."""
     matrix = first + tl.program_id(0)
     row = matrices + matrix * 24
     first_block = tl.load(row + 18).to(tl.int32)
@@ -256,6 +261,7 @@ def combine(matrices, block_sums, matrix_numbers, input_damping, output_damping,
     ug = tl.zeros([block], tl.float32)
     square = tl.zeros([block], tl.float32)
     w_square = tl.zeros([block], tl.float32)
+    largest = tl.zeros([block], tl.float32)
     for start in range(0, blocks, block):
         inside = start + at < blocks
         sums = block_sums + (first_block + start + at) * 8
@@ -264,35 +270,37 @@ def combine(matrices, block_sums, matrix_numbers, input_damping, output_damping,
         ug += tl.load(sums + 2, mask=inside, other=0.0)
         square += tl.load(sums + 3, mask=inside, other=0.0)
         w_square += tl.load(sums + 4, mask=inside, other=0.0)
+        largest = tl.maximum(largest, tl.load(sums + 5, mask=inside, other=0.0))
+    there = tl.max(largest, 0) != 0
     on_bias = tl.sum(ug, 0)
     across = tl.sum(uq, 0)
     inputs_square = tl.load(matrix_numbers + matrix * 8 + 6) + tl.where(has_bias, 1.0, 0.0)
-    outputs_square = tl.load(matrix_numbers + matrix * 8 + 7)
+    is_known = tl.load(matrix_numbers + matrix * 8 + 7)
     on_inputs = _inverse(inputs_square, input_damping)
-    on_outputs = _inverse(outputs_square, output_damping)
+    on_outputs = is_known / (1 + output_damping)
     twice_inputs = on_inputs * (2 - on_inputs * inputs_square)
-    twice_outputs = on_outputs * (2 - on_outputs * outputs_square)
+    twice_outputs = on_outputs * (2 - on_outputs)
     alpha = tl.where(is_transposed, on_outputs, on_inputs)
     beta = tl.where(is_transposed, on_inputs, on_outputs)
     twice_alpha = tl.where(is_transposed, twice_outputs, twice_inputs)
     twice_beta = tl.where(is_transposed, twice_inputs, twice_outputs)
     across_rows = tl.sum(w_square, 0) + on_bias * on_bias
-    less = twice_alpha * tl.sum(q_square, 0) + twice_beta * across_rows
-    less -= twice_alpha * twice_beta * across * across
+    rest_square = tl.maximum(across_rows - twice_alpha * across * across, 0.0)
+    less = twice_alpha * tl.sum(q_square, 0) + twice_beta * rest_square
     numbers = matrix_numbers + matrix * 8
     tl.store(numbers, alpha)
     tl.store(numbers + 1, beta)
-    tl.store(numbers + 2, alpha * beta * across)
-    tl.store(numbers + 3, beta * on_bias)
-    tl.store(numbers + 4, less)
-    tl.store(numbers + 5, tl.sum(square, 0))
-    tl.store(numbers + 6, beta * beta * tl.maximum(across_rows - twice_alpha * across * across, 0.0))
+    tl.store(numbers + 2, alpha * across)
+    tl.store(numbers + 3, on_bias)
+    tl.store(numbers + 4, tl.where(there, less, 0.0))
+    tl.store(numbers + 5, tl.where(there, tl.sum(square, 0), 0.0))
+    tl.store(numbers + 6, rest_square)
     tl.store(numbers + 7, twice_alpha)
 
 
 @triton.jit
 def settle(layers, matrices, fixed, matrix_numbers, layer_numbers, squares, block: tl.constexpr):
-    """Of each layer: its gradient's square, the scale that gives its step the layer's size, and a row's share."""
+    """Of each layer: its square, the scale that gives its step the layer's size, and a row's share."""
     layer = tl.program_id(0)
     first = tl.load(layers + layer * 8 + 4).to(tl.int32)
     count = tl.load(layers + layer * 8 + 5).to(tl.int32)
@@ -317,11 +325,12 @@ def settle(layers, matrices, fixed, matrix_numbers, layer_numbers, squares, bloc
 
 @triton.jit(do_not_specialize=["first"])
 def apply(
-    tiles, matrices, fixed, gradients, vectors, matrix_numbers, layer_numbers, keep, rate, momentum, decay, sign, first,
+    tiles, matrices, fixed, gradients, vectors, matrix_numbers, layer_numbers, keep, loss_scale, rate, momentum, decay,
+    sign, least, first,
     with_left: tl.constexpr, rate_is_tensor: tl.constexpr, aligned: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
-    """The second pass over gradients: momentum and weight of a tile, and those of the bias beside its first columns."""
+    """The second pass: momentum and weight of a tile, and those of the bias beside its first columns."""
     tile = first + tl.program_id(0)
     matrix = tl.load(tiles + tile * 4)
     first_row = tl.load(tiles + tile * 4 + 1).to(tl.int32)
@@ -342,7 +351,7 @@ def apply(
     row_size = tl.load(layer_numbers + layer * 8 + 5)
     is_transposed = tl.load(row + 23) > 0
     alpha = tl.load(numbers)
-    on_left = tl.load(numbers + 6)
+    rest_square = tl.load(numbers + 6)
     twice_alpha = tl.load(numbers + 7)
     beta = tl.load(numbers + 1)
     both = tl.load(numbers + 2)
@@ -371,8 +380,9 @@ def apply(
     inside = (first_column + along < columns) & taken
     v = _column_vector(vectors, on_columns, first_column + along, inside, columns, taps)
     right = v
+    found_parts = vectors + tl.load(row + 13) + (first_column // block_columns) * rows
     if with_left:
-        right = beta * tl.load(w + first_column + along, mask=inside & (on_rows >= 0), other=0.0) - both * v
+        right = tl.load(w + first_column + along, mask=inside & (on_rows >= 0), other=0.0) - both * v
 
     has_bias = (tl.load(row + 22) > 0) & (first_column == 0) & taken
     bias_gradient = tl.load(gradients + layer * 2 + 1)
@@ -382,43 +392,58 @@ def apply(
     bias_weights = _address(fixed, layer * 8 + 2) + bias_start
     bias_buffers = _address(fixed, layer * 8 + 3) + bias_start
     bias_right = tl.load(numbers + 3) - both
+    turn = tl.load(loss_scale) * sign
 
     for above in range(0, end_row - first_row, block_rows):
         at = first_row + above + down
         present = (at < end_row) & taken
         mask = present[:, None] & inside[None, :]
         place = (above + down)[:, None] * columns + along[None, :]
-        part = tl.load(gradient + place, mask=mask, other=0.0)
+        fresh = tl.load(gradient + place, mask=mask, other=0.0) * turn
+        moved = tl.load(buffer + place, mask=mask, other=0.0)
+        part = _ahead(fresh, moved, momentum)
+        tl.store(buffer + place, moved * momentum + fresh, mask=mask)
         along_v = tl.load(q + at, mask=present, other=0.0)
         row_square = tl.load(q + rows + at, mask=present, other=0.0)
+        largest = tl.load(q + 2 * rows + at, mask=present, other=0.0)
         left = alpha * along_v
         row_square = tl.maximum(row_square - twice_alpha * along_v * along_v, 1.1920929e-07 * row_square)
         if with_left:
             u = tl.load(vectors + on_rows + at, mask=present & (on_rows >= 0), other=0.0)
-            row_square += u * u * on_left
-        length = tl.sqrt(row_square)
+            off = u * u * rest_square
+            row_square = tl.maximum(row_square - off * (beta * (2 - beta)), least * row_square)
+            row_square = tl.maximum(row_square, off * beta * beta)
+        length = tl.where(largest != 0, tl.sqrt(row_square), 0.0)
         row_scale = tl.where(length > 0, row_size, 0.0) / tl.where(length > 0, length, 1.0)
-        scale = tl.where(is_transposed, layer_scale, row_scale) * sign
+        scale = tl.where(is_transposed, layer_scale, row_scale)
         part -= left[:, None] * v[None, :]
-        g = tl.load(bias_gradients + at, mask=present & has_bias, other=0.0) - left
+        fresh = tl.load(bias_gradients + at, mask=present & has_bias, other=0.0) * turn
+        moved = tl.load(bias_buffers + at, mask=present & has_bias, other=0.0)
+        g = _ahead(fresh, moved, momentum) - left
+        tl.store(bias_buffers + at, moved * momentum + fresh, mask=present & has_bias)
         if with_left:
-            part -= u[:, None] * right[None, :]
-            g -= u * bias_right
-        part *= scale[:, None]
-        moved = tl.load(buffer + place, mask=mask, other=0.0) * momentum + part
-        tl.store(buffer + place, moved, mask=mask)
-        ahead = (moved * momentum + part) * lr
-        tl.store(weight + place, tl.load(weight + place, mask=mask, other=0.0) * shrink - ahead, mask=mask)
-        g *= scale
-        moved = tl.load(bias_buffers + at, mask=present & has_bias, other=0.0) * momentum + g
-        tl.store(bias_buffers + at, moved, mask=present & has_bias)
+            found = tl.sum(part * right[None, :], 1) + tl.where(has_bias, g * bias_right, 0.0)
+            tl.store(found_parts + at, found, mask=present & (on_rows >= 0))
+            part -= (beta * u)[:, None] * right[None, :]
+            g -= beta * u * bias_right
+        part *= scale[:, None] * lr
+        tl.store(weight + place, tl.load(weight + place, mask=mask, other=0.0) * shrink - part, mask=mask)
         bias = tl.load(bias_weights + at, mask=present & has_bias, other=0.0)
-        tl.store(bias_weights + at, bias * shrink - (moved * momentum + g) * lr, mask=present & has_bias)
+        tl.store(bias_weights + at, bias * shrink - g * (scale * lr), mask=present & has_bias)
+
+
+@triton.jit
+def _found(parts, count, rows, at, inside):
+    """What parts of columns gave of a product with rows."""
+    total = tl.load(parts + at, mask=inside, other=0.0)
+    for part in range(1, count):
+        total += tl.load(parts + part * rows + at, mask=inside, other=0.0)
+    return total
 
 
 @triton.jit
 def commit(layers, matrices, fixed, vectors, keep, block: tl.constexpr):
-    """The vectors become the running ones if the step is taken; what was caught is gone in any case."""
+    """New vectors become those of the next step if this one is taken; what was caught is gone in any case."""
     matrix = tl.program_id(0)
     row = matrices + matrix * 24
     layer = tl.load(row)
@@ -426,12 +451,11 @@ def commit(layers, matrices, fixed, vectors, keep, block: tl.constexpr):
     inputs = tl.load(row + 5).to(tl.int32)
     outputs = tl.load(row + 6).to(tl.int32)
     new_inputs = vectors + tl.load(row + 7)
-    new_outputs = vectors + tl.load(row + 8)
+    found_parts = vectors + tl.load(row + 13)
+    count = tl.load(row + 16).to(tl.int32)
     all_inputs = tl.load(layers + layer * 8)
-    from_bias = tl.load(layers + layer * 8 + 3)
     record = _address(fixed, layer * 8 + 4)
     caught = record + group * inputs
-    caught_outputs = record + all_inputs + 1 + group * outputs
     old_inputs = _address(fixed, layer * 8 + 5) + group * inputs
     old_outputs = _address(fixed, layer * 8 + 6) + group * outputs
     taken = tl.load(keep) != 0
@@ -442,9 +466,13 @@ def commit(layers, matrices, fixed, vectors, keep, block: tl.constexpr):
         new = tl.load(new_inputs + start + at, mask=inside, other=0.0)
         tl.store(old_inputs + start + at, new, mask=inside & taken)
         tl.store(caught + start + at, nothing, mask=inside)
-    for start in range(0, outputs, block):
+    square = tl.zeros([block], tl.float32)
+    for start in range(0, tl.where(taken, outputs, 0), block):
+        new = _found(found_parts, count, outputs, start + at, start + at < outputs)
+        square += new * new
+    length = tl.sqrt(tl.sum(square, 0))
+    for start in range(0, tl.where(length > 0, outputs, 0), block):
         inside = start + at < outputs
-        new = tl.load(new_outputs + start + at, mask=inside, other=0.0)
-        tl.store(old_outputs + start + at, new, mask=inside & taken)
-        tl.store(caught_outputs + start + at, nothing, mask=inside & (from_bias == 0))
+        new = _found(found_parts, count, outputs, start + at, inside)
+        tl.store(old_outputs + start + at, new / length, mask=inside)
     tl.store(record + all_inputs, 0.0, mask=group == 0)

@@ -4,14 +4,14 @@ A *layer* is a weight with its vectors; its *matrices* are its groups, as they a
 what one program reads of a matrix; a *block* is a stretch of one of its two products with vectors. What has
 no vectors is cut into *chunks*. Rows of the tables, all of int64:
 
-- layer (8): elements of its input vectors and of its output vectors, length of its record, whether output
-  vectors are the bias' gradient, first matrix, number of matrices.
+- layer (8): elements of its input vectors and of its output vectors, length of its record, nothing, first matrix,
+  number of matrices.
 - matrix (24): layer, group, rows, columns, taps that come before channels in a row (1 for none), length of
   the input and of the output vector, and as places in the buffer of vectors: the new input vector, the new
   output vector, the one on the rows (-1 for none), the one on the columns (likewise), both products, parts of
-  both products (behind the product along rows and its parts come the squares of rows and theirs); rows of a
-  tile, number of parts of both products, first block and number of blocks, first tile and number of tiles,
-  whether there is a bias, whether it is stored transposed.
+  both products (behind the product along rows and its parts come the squares of rows and theirs, and the largest
+  gradients of rows and theirs); rows of a tile, number of parts of both products, first block and number of blocks,
+  first tile and number of tiles, whether there is a bias, whether it is stored transposed.
 - tile (4): matrix, first row, row behind the last, first column.
 - block (4): matrix, whether of the product along columns, first element.
 - chunk (4): tensor, first element, element behind the last.
@@ -70,7 +70,6 @@ class LayerShape:
         columns: The same.
         taps: Of a kernel, if they come before channels in a row.
         with_outputs: Whether it has output vectors.
-        from_bias: Whether these are the bias' gradient.
         with_bias: Whether it has a bias.
         transposed: Whether the input vector belongs to the rows as they are stored.
         aligned: Whether its memory begins where several elements can be read at once.
@@ -82,7 +81,6 @@ class LayerShape:
     columns: int
     taps: int
     with_outputs: bool
-    from_bias: bool
     with_bias: bool
     transposed: bool
     aligned: bool
@@ -119,6 +117,7 @@ class Tables:
     blocks: torch.Tensor
     chunks: torch.Tensor
     matrices_of: dict[int, tuple[int, int]]
+    blocks_of: dict[int, tuple[int, int]]
     tile_segments: tuple[Segment, ...]
     chunk_segments: tuple[Segment, ...]
     elements: int
@@ -150,17 +149,20 @@ def make_tables(shapes: list[LayerShape], flats: list[FlatShape], sizes: Blocks,
     most = min(sizes.most, max(elements // (sizes.rows * sizes.columns * _ENOUGH_TILES), 2))
     draft = _Draft(with_left=any(shape.with_outputs or shape.transposed for shape in shapes), most=most)
     matrices_of: dict[int, tuple[int, int]] = {}
+    blocks_of: dict[int, tuple[int, int]] = {}
     for number, shape in enumerate(shapes):
-        first = len(draft.matrices)
+        first, first_block = len(draft.matrices), len(draft.blocks)
         inputs, outputs = (shape.rows, shape.columns) if shape.transposed else (shape.columns, shape.rows)
         outputs = outputs if shape.with_outputs else 0
         for group in range(shape.groups):
             _add_matrix(draft, number, group, shape, inputs, outputs, sizes)
-        record = shape.groups * (inputs + (0 if shape.from_bias else outputs)) + 1
-        row = [shape.groups * inputs, shape.groups * outputs, record, int(shape.from_bias), first, shape.groups, 0, 0]
+        record = shape.groups * inputs + 1
+        row = [shape.groups * inputs, shape.groups * outputs, record, 0, first, shape.groups, 0, 0]
         draft.layers.append(row)
         begin, count = matrices_of.get(shape.member, (first, 0))
         matrices_of[shape.member] = (begin, count + shape.groups)
+        begin, count = blocks_of.get(shape.member, (first_block, 0))
+        blocks_of[shape.member] = (begin, count + len(draft.blocks) - first_block)
     tile_segments = _order_tiles(draft)
     chunk_segments = _add_chunks(draft, flats, sizes)
 
@@ -175,6 +177,7 @@ def make_tables(shapes: list[LayerShape], flats: list[FlatShape], sizes: Blocks,
         blocks=table(draft.blocks),
         chunks=table(draft.chunks),
         matrices_of=matrices_of,
+        blocks_of=blocks_of,
         tile_segments=tile_segments,
         chunk_segments=chunk_segments,
         elements=draft.elements,
@@ -194,8 +197,8 @@ def _add_matrix(
     new_inputs = draft.place(inputs)
     new_outputs = draft.place(outputs) if outputs else -1
     on_rows, on_columns = (new_inputs, new_outputs) if shape.transposed else (new_outputs, new_inputs)
-    places = [new_inputs, max(new_outputs, 0), on_rows, on_columns, draft.place(2 * rows), draft.place(columns)]
-    places += [draft.place(2 * parts_of_rows * rows), draft.place(parts_of_columns * columns * draft.with_left)]
+    places = [new_inputs, max(new_outputs, 0), on_rows, on_columns, draft.place(3 * rows), draft.place(columns)]
+    places += [draft.place(3 * parts_of_rows * rows), draft.place(parts_of_columns * columns * draft.with_left)]
     first_block = len(draft.blocks)
     draft.blocks += [[number, 0, start, 0] for start in range(0, rows, sizes.vector)]
     if on_rows >= 0:

@@ -62,5 +62,5 @@ class Given:
         return {**values, "rule": None, "output_damping": None}
 
 
-OURS: dict[str, Any] = {"lr": 0.02, "damping": 0.01, "running_average": 0.95, "first_order": "adamw"}
+OURS: dict[str, Any] = {"lr": 0.04, "damping": 0.01, "running_average": 0.3, "first_order": "adamw"}
 AUTHORS: dict[str, Any] = {"lr": 0.1, "damping": 0.03, "running_average": 0.95, "first_order": "sgd"}

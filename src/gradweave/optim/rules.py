@@ -1,19 +1,22 @@
 """What the family has in common: a gradient less a term of rank one or two per layer, and a scale.
 
-With a layer's gradient as a matrix ``G``, its input vector ``a`` (with a one for the bias) and its
-output vector ``b``, every rule's direction is ``P = G - L Rᵀ`` with one or two columns in L and R::
+With a layer's gradient, or what momentum makes of it, as a matrix ``G``, its input vector ``a`` (with a one for the
+bias) and its output vector ``b``, every rule's direction is ``P = G - L Rᵀ`` with one or two columns in L and R::
 
     joint      G - b (bᵀ G a) aᵀ / (g + |a|² |b|²)              (b bᵀ ⊗ a aᵀ + g I)⁻¹ G, times g
     inputs     G (I - a aᵀ / (g + |a|²))                        G (a aᵀ + g I)⁻¹, times g
     two_sided  (I - b bᵀ / (g + |b|²)) G (I - a aᵀ / (g + |a|²))
+    leading    (I - u uᵀ / (1 + e)) G (I - a aᵀ / (g + |a|²))
 
 with damping g, which may be a share of the squares beside it. The first is Eva's as published, the
-second Eva-f's. The third is our Eva's: damping each factor by itself, as K-FAC does, keeps the
-correction from vanishing. ``P·G`` and ``|P|²``, which the scales need, follow from ``|G|²``, ``G a``
-and ``bᵀ G``: ``P`` itself is never made before it is applied. Nor are its rows, which our own scale gives
-one length each: it goes by the length that the inputs' side leaves them, which follows from ``G a``, and by that
-of what the outputs' side takes off. Their sum of squares is the row's, were they orthogonal; with an angle between
-them a row's step is at most 1.42 times as long as that, and shorter where most of the row is taken off.
+second Eva-f's. The third is our Eva-s': damping each factor by itself, as K-FAC does, keeps the
+correction from vanishing. The fourth is our Eva's: ``u``, of length one, is the direction of outputs in which what
+the inputs' side leaves is largest, as far as one power iteration in each step has come by the step before.
+
+``P·G`` and ``|P|²``, which the scales need, follow from ``|G|²``, ``G a`` and ``bᵀ G``: ``P`` itself is never made
+before it is applied. Nor are its rows, which our own scale gives one length each: it goes by the length that the
+inputs' side leaves them, which follows from ``G a``, and by what the outputs' side takes off. In the third rule
+their sum of squares is the row's, were they orthogonal; in the fourth their difference, were ``u`` exact.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ from dataclasses import dataclass
 
 import torch
 
-JOINT, INPUTS, TWO_SIDED = "joint", "inputs", "two_sided"
+JOINT, INPUTS, TWO_SIDED, LEADING = "joint", "inputs", "two_sided", "leading"
+LEAST = 0.3
+"""The least share of a row's square that the outputs' side is taken to leave."""
 
 ROW, LAYER, NORMALIZE, KL_CLIP, RESCALE, GRADIENT_NORM, NONE = (
     "row", "layer", "normalize", "kl_clip", "rescale", "gradient_norm", "none",
@@ -49,7 +54,8 @@ class Manner:
             limits lr² times that sum; ``"rescale"`` gives all directions together the gradients'
             norm, ``"gradient_norm"`` each its own gradient's; ``"none"`` leaves them.
         decoupled: Whether weight decay is applied to the weight, or added to the direction.
-        nesterov: Whether a step looks ahead: along the new direction and what momentum will make of the buffer.
+        momentum_first: Whether momentum adds up gradients, and the direction is that of the gradient with what momentum
+            will make of it, as Nesterov looks ahead; or directions, and the step is momentum itself.
         nesterov_twice: The momentum of the authors' Eva-s, which keeps what Nesterov's look-ahead gives.
     """
 
@@ -58,11 +64,11 @@ class Manner:
     divided: bool = False
     trust: str = ROW
     decoupled: bool = True
-    nesterov: bool = True
+    momentum_first: bool = True
     nesterov_twice: bool = False
 
 
-AUTHORS: dict[str, bool] = {"relative": False, "decoupled": False, "nesterov": False}
+AUTHORS: dict[str, bool] = {"relative": False, "decoupled": False, "momentum_first": False}
 """What all of the authors' rules have in common."""
 
 
@@ -79,6 +85,8 @@ class Direction:
         square: ``|P|²``.
         factor: What the direction is to be multiplied by besides its scale.
         row_squares: Of each row the square that its scale goes by, where scales are by rows: groups, rows.
+        moves: Which rows are to move at all, if not all of them.
+        next_outputs: The next step's output vector, where a step finds it: groups, rows.
     """
 
     left: torch.Tensor
@@ -89,6 +97,8 @@ class Direction:
     square: torch.Tensor
     factor: Number
     row_squares: torch.Tensor | None = None
+    moves: torch.Tensor | None = None
+    next_outputs: torch.Tensor | None = None
 
 
 def direction(
@@ -101,6 +111,7 @@ def direction(
     outputs: torch.Tensor | None,
     *,
     output_damping: Number | None = None,
+    moves: torch.Tensor | None = None,
     pointwise: bool = False,
 ) -> Direction:
     """The direction of one layer.
@@ -114,6 +125,8 @@ def direction(
         inputs: ``a`` without the one of a bias: groups, columns.
         outputs: ``b``: groups, rows; not for Eva-f, nor where only the inputs' side is known.
         output_damping: Of the left side, if it is not that of the right one.
+        moves: Which rows are to move: where momentum comes first, those that have a gradient in this step. Others would
+            go on at full length for as long as momentum is not zero.
         pointwise: Whether to multiply and add up, which a compiler makes one pass with all else that
             reads the gradient, or to call for a product.
     """
@@ -124,20 +137,11 @@ def direction(
         inputs_square = inputs_square + 1
     ones = None if bias_gradient is None else torch.ones_like(inputs_square)
     factor = 1 / damping if manner.divided else 1.0
-    if manner.formula == TWO_SIDED and outputs is not None:
-        on_left = damping if output_damping is None else output_damping
-        return _two_sided(
-            manner,
-            (damping, on_left),
-            gradient,
-            bias_gradient,
-            gradient_square,
-            inputs,
-            outputs,
-            products,
-            inputs_square,
-            pointwise=pointwise,
-        )
+    if manner.formula in (TWO_SIDED, LEADING) and outputs is not None:
+        both = (damping, damping if output_damping is None else output_damping)
+        given = (gradient, bias_gradient, gradient_square, inputs, outputs, products, inputs_square, moves)
+        find = _two_sided if manner.formula == TWO_SIDED else _leading
+        return find(manner, both, *given, pointwise=pointwise)
     row_squares = None
     if manner.formula != JOINT:
         on_inputs = _inverse(inputs_square, damping, manner)
@@ -158,6 +162,7 @@ def direction(
         _positive(square, gradient_square),
         factor,
         row_squares,
+        moves,
     )
 
 
@@ -192,6 +197,7 @@ def _two_sided(
     b: torch.Tensor,
     products: torch.Tensor,
     inputs_square: torch.Tensor,
+    moves: torch.Tensor | None,
     *,
     pointwise: bool,
 ) -> Direction:
@@ -232,6 +238,71 @@ def _two_sided(
         _positive(square, gradient_square),
         factor,
         row_squares,
+        moves,
+    )
+
+
+def _leading(
+    manner: Manner,
+    damping: tuple[Number, Number],
+    gradient: torch.Tensor,
+    bias_gradient: torch.Tensor | None,
+    gradient_square: torch.Tensor,
+    inputs: torch.Tensor,
+    outputs: torch.Tensor,
+    products: torch.Tensor,
+    inputs_square: torch.Tensor,
+    moves: torch.Tensor | None,
+    *,
+    pointwise: bool,
+) -> Direction:
+    """Takes off a direction of the outputs that the steps before have found, and goes on looking for it.
+
+    The first step only looks, from a vector of equal elements. Rows' squares would be exact if the direction were: a
+    row is taken to be left with :data:`LEAST` of its square, and to be as long as what is taken off it, at least.
+    """
+    on_inputs = _inverse(inputs_square, damping[0], manner)
+    is_known = (outputs != 0).any(-1, keepdim=True)
+    u = torch.where(is_known, outputs, torch.full_like(outputs, outputs.shape[-1] ** -0.5))
+    beta = is_known.to(u.dtype) / (1 + damping[1])
+    across = (u * products).sum(-1)
+    rows = (u[..., None] * gradient).sum(1) if pointwise else torch.bmm(u[:, None], gradient)[:, 0]
+    taken = on_inputs * across
+    rest = rows - inputs * taken[:, None]
+    rest_square = rest.square().sum(-1)
+    along_inputs = (rest * inputs).sum(-1)
+    found = (gradient * rest[:, None]).sum(-1) if pointwise else torch.bmm(gradient, rest[..., None])[..., 0]
+    agreement = (rest * rows).sum(-1)
+    bias_right = None
+    if bias_gradient is not None:
+        bias_rows = (u * bias_gradient).sum(-1)
+        bias_rest = bias_rows - taken
+        rest_square = rest_square + bias_rest.square()
+        along_inputs = along_inputs + bias_rest
+        found = found + bias_gradient * bias_rest[:, None]
+        agreement = agreement + bias_rest * bias_rows
+        bias_right = torch.stack((torch.ones_like(taken), bias_rest), -1)
+    found = found - products * (on_inputs * along_inputs)[:, None]
+    length = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
+    twice_inputs, twice_outputs = twice(on_inputs, inputs_square), (beta * (2 - beta))[:, 0]
+    products_square = products.square().sum(-1)
+    square = gradient_square - (twice_inputs * products_square + twice_outputs * rest_square).sum()
+    row_squares = _row_squares(manner, gradient, bias_gradient, products, twice_inputs)
+    if row_squares is not None:
+        off = u.square() * rest_square[:, None]
+        left_over = torch.maximum(row_squares - off * twice_outputs[:, None], LEAST * row_squares)
+        row_squares = torch.maximum(left_over, off * beta * beta)
+    return Direction(
+        torch.stack((products * on_inputs[:, None], u * beta), -1),
+        torch.stack((inputs, rest), 1),
+        bias_right,
+        gradient_square,
+        gradient_square - (on_inputs * products_square + beta[:, 0] * agreement).sum(),
+        _positive(square, gradient_square),
+        1.0,
+        row_squares,
+        moves,
+        torch.where(length > 0, found / torch.where(length > 0, length, torch.ones_like(length)), outputs),
     )
 
 
@@ -262,9 +333,13 @@ def local_scale(trust: str, found: Direction, weight_norm: torch.Tensor) -> torc
     """
     if trust == ROW and found.row_squares is not None:
         lengths = found.row_squares.sqrt()
-        return ratio(weight_norm * lengths.numel() ** -0.5, lengths)[..., None]
+        scales = ratio(weight_norm * lengths.numel() ** -0.5, lengths)
+        return (scales if found.moves is None else torch.where(found.moves, scales, torch.zeros_like(scales)))[
+            ..., None
+        ]
     if trust in SIZED_TRUSTS:
-        return ratio(weight_norm, found.square.sqrt())
+        scale = ratio(weight_norm, found.square.sqrt())
+        return scale if found.moves is None else torch.where(found.moves.any(), scale, torch.zeros_like(scale))
     if trust == GRADIENT_NORM:
         return ratio(found.gradient_square.sqrt(), found.square.sqrt())
     return torch.ones_like(weight_norm) * found.factor

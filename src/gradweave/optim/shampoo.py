@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradweave.optim.apply import wide_dtype
 from gradweave.optim.dense import DenseOptimizer
-from gradweave.optim.family import Layer, wide_dtype
+from gradweave.optim.family import Layer
 
 
 class Shampoo(DenseOptimizer):

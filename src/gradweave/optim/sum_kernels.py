@@ -12,15 +12,18 @@ import triton.language as tl
 @triton.jit
 def _row_sum(
     x, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride, channel, present,
-    block_rows: tl.constexpr, block_channels: tl.constexpr,
+    even: tl.constexpr, ahead: tl.constexpr, block_rows: tl.constexpr, block_channels: tl.constexpr,
 ):  # fmt: skip
     down = tl.arange(0, block_rows)
     total = tl.zeros([block_rows, block_channels], tl.float32)
-    for start in range(first, end, block_rows):
+    for start in tl.range(first, end, block_rows, num_stages=ahead):
         row = start + down
-        place = row % places
-        at = (row // places).to(tl.int64) * sample_stride + (place // width).to(tl.int64) * line_stride
-        at += (place % width).to(tl.int64) * place_stride
+        if even:
+            at = row.to(tl.int64) * place_stride
+        else:
+            place = row % places
+            at = (row // places).to(tl.int64) * sample_stride + (place // width).to(tl.int64) * line_stride
+            at += (place % width).to(tl.int64) * place_stride
         mask = (row < end)[:, None] & present[None, :]
         total += tl.load(x + at[:, None] + (channel * channel_stride)[None, :], mask=mask, other=0.0).to(tl.float32)
     return tl.sum(total, 0)
@@ -50,8 +53,8 @@ def _patch_sum(
 @triton.jit(do_not_specialize=["rows", "rows_each", "places", "width"])
 def sum_one(
     x, counts, out, rows, rows_each, places, width, sample_stride, line_stride, place_stride, channel_stride, channels,
-    taps, factor, counted: tl.constexpr, padded_taps: tl.constexpr, block_rows: tl.constexpr,
-    block_channels: tl.constexpr,
+    taps, factor, counted: tl.constexpr, even: tl.constexpr, ahead: tl.constexpr, padded_taps: tl.constexpr,
+    block_rows: tl.constexpr, block_channels: tl.constexpr,
 ):  # fmt: skip
     """The sums of one tensor."""
     stretch = tl.program_id(1)
@@ -70,22 +73,23 @@ def sum_one(
     else:
         found = _row_sum(
             x, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride, channel, present,
-            block_rows, block_channels,
+            even, ahead, block_rows, block_channels,
         )  # fmt: skip
         tl.store(out + stretch * channels + channel, found * factor, mask=present)
 
 
 @triton.jit
 def sum_many(
-    programs, tensors, addresses, out, dtype: tl.constexpr, counted: tl.constexpr, channels_are_dense: tl.constexpr,
-    aligned: tl.constexpr, padded_taps: tl.constexpr, block_rows: tl.constexpr, block_channels: tl.constexpr,
+    programs, tensors, addresses, images, out, dtype: tl.constexpr, of_images: tl.constexpr, counted: tl.constexpr,
+    channels_are_dense: tl.constexpr, aligned: tl.constexpr, even: tl.constexpr, ahead: tl.constexpr,
+    padded_taps: tl.constexpr, block_rows: tl.constexpr, block_channels: tl.constexpr,
 ):  # fmt: skip
     """The sums of many tensors, found by tables; see :mod:`gradweave.optim.sum_tables`."""
     number = tl.program_id(0)
     tensor = tl.load(programs + number * 3)
     first_channel = tl.load(programs + number * 3 + 1).to(tl.int32)
     stretch = tl.load(programs + number * 3 + 2).to(tl.int32)
-    entry = tensors + tensor * 12
+    entry = tensors + tensor * 16
     rows = tl.load(entry).to(tl.int32)
     rows_each = tl.load(entry + 1).to(tl.int32)
     places = tl.load(entry + 2).to(tl.int32)
@@ -99,7 +103,7 @@ def sum_many(
     channels = tl.load(entry + 8).to(tl.int32)
     taps = tl.load(entry + 9).to(tl.int32)
     out += tl.load(entry + 11)
-    x = tl.load(addresses + tensor).to(tl.pointer_type(dtype))
+    x = images + tl.load(entry + 12) if of_images else tl.load(addresses + tensor).to(tl.pointer_type(dtype))
     first_channel = tl.multiple_of(first_channel, 16)
     if aligned:
         x = tl.multiple_of(x, 16)
@@ -123,9 +127,45 @@ def sum_many(
     else:
         found = _row_sum(
             x, first, end, places, width, sample_stride, line_stride, place_stride, channel_stride, channel, present,
-            block_rows, block_channels,
+            even, ahead, block_rows, block_channels,
         )  # fmt: skip
         tl.store(out + stretch * channels + channel, found, mask=present)
+
+
+@triton.jit
+def fold(
+    programs, tensors, addresses, images, dtype: tl.constexpr, aligned: tl.constexpr, ahead: tl.constexpr,
+    at_once: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Adds up samples, each as it lies in memory: what is left of a tensor is few images."""
+    number = tl.program_id(0)
+    tensor = tl.load(programs + number * 3)
+    first = tl.load(programs + number * 3 + 1).to(tl.int32)
+    stretch = tl.load(programs + number * 3 + 2)
+    entry = tensors + tensor * 16
+    stride = tl.load(entry + 4)
+    out = images + tl.load(entry + 12)
+    samples = tl.load(entry + 13)
+    each = tl.load(entry + 14)
+    size = tl.load(entry + 15)
+    x = tl.load(addresses + tensor).to(tl.pointer_type(dtype))
+    begin = stretch * each
+    count = tl.minimum(each, samples - begin).to(tl.int32)
+    x += begin * stride
+    if aligned:
+        first = tl.multiple_of(first, 16)
+        stride = tl.multiple_of(stride, 8)
+        x = tl.multiple_of(x, 16)
+        size = tl.multiple_of(size, 8)
+    at = first + tl.arange(0, block)
+    inside = at < size
+    down = tl.arange(0, at_once)
+    total = tl.zeros([at_once, block], tl.float32)
+    for start in tl.range(0, count, at_once, num_stages=ahead):
+        mask = (start + down < count)[:, None] & inside[None, :]
+        place = (start + down).to(tl.int64)[:, None] * stride + at[None, :]
+        total += tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + stretch * size + at, tl.sum(total, 0), mask=inside)
 
 
 @triton.jit

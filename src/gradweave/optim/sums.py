@@ -1,4 +1,4 @@
-"""Sums over the places of a tensor on a GPU, by which vectors are made: what is added up, and one launch for it.
+"""Sums over the places of a tensor on a GPU, by which vectors are made: what is added up, and the launch for it.
 
 A kernel adds up stretches of rows, and leaves the stretches to whoever uses them: nothing is added in an order that
 could change.
@@ -27,6 +27,8 @@ _FEWEST_ROWS = 64
 _MOST_TAPS = 64
 _MOST_COUNTS = 1 << 23
 _TILE = 8192
+AHEAD = 3
+"""How many reads of a loop are on their way at once."""
 _MOST_ROWS = (1 << 31) - _TILE
 _EXACT = 256
 """Up to here whole numbers are exact in bfloat16."""
@@ -45,6 +47,7 @@ class Rows:
         channels: Of a row.
         taps: That see each place, as often as ``counts`` says; 1 where every place counts once.
         counts: Taps by places.
+        whole: Whether each sample is in one piece of memory.
     """
 
     count: int
@@ -54,6 +57,7 @@ class Rows:
     channels: int
     taps: int = 1
     counts: torch.Tensor | None = None
+    whole: bool = False
 
     @property
     def columns(self) -> int:
@@ -85,8 +89,24 @@ class Rows:
     def stretches(self, programs: int = _PROGRAMS) -> int:
         """How many sums are made, so that there are some number of programs; whatever the order in memory."""
         blocks = -(-self.channels // (128 if self.counts is None else 64))
-        wanted = min(max(programs // blocks, 1), -(-self.count // _FEWEST_ROWS))
-        return -(-self.count // -(-self.count // wanted))
+        return -(-self.count // self.each(max(programs // blocks, 1)))
+
+    def each(self, stretches: int) -> int:
+        """Rows of a stretch; programs read many at once."""
+        return -(-self.count // (stretches * _FEWEST_ROWS)) * _FEWEST_ROWS
+
+    @property
+    def samples(self) -> int:
+        """How many samples the rows are of."""
+        return self.count // self.places
+
+    @property
+    def are_even(self) -> bool:
+        """Whether from each row to the next it is as far as from others."""
+        samples, lines, places, _ = self.strides
+        return (self.samples == 1 or samples == self.places * places) and (
+            self.width == self.places or lines == self.width * places
+        )
 
 
 def power_of_two(number: int) -> int:
@@ -118,7 +138,7 @@ def rows_of(x: torch.Tensor, layout: Layout, samples: int | None, windows: Seque
         return None
     width, line_stride, place_stride = lines
     strides_of = (strides[0], line_stride, place_stride, channel_stride)
-    rows = Rows(sample_count * places, places, width, strides_of, channels)
+    rows = Rows(sample_count * places, places, width, strides_of, channels, whole=_are_whole(x))
     if seen_once:
         return rows
     taps = reduce(mul, (window.kernel for window in windows), 1)
@@ -159,25 +179,17 @@ def launcher(rows: Rows, stretches: int, factor: float = 1.0) -> Launcher:
     """What adds up tensors of such rows."""
     kernels = import_module("gradweave.optim.sum_kernels")
     block_rows, block_channels = rows.block
-    each = -(-rows.count // stretches)
+    each = rows.each(stretches)
     counted = rows.counts is not None
     rest = (rows.count, each, rows.places, rows.width, *rows.strides, rows.channels, rows.taps, factor,
-            counted, rows.padded_taps, block_rows, block_channels)  # fmt: skip
+            counted, rows.are_even and not counted, AHEAD, rows.padded_taps, block_rows, block_channels)  # fmt: skip
     run = kernels.sum_one[-(-rows.channels // block_channels), stretches]
     counts, warps = rows.counts, rows.warps
     return lambda x, out: run(x, x if counts is None else counts, out, *rest, num_warps=warps)
 
 
-def is_narrow(rows: Rows, x: torch.Tensor, dimensions: int) -> bool:
-    """Whether patches have so few channels, or so many taps, that samples are better added up first.
-
-    Args:
-        rows: Of the tensor.
-        x: The tensor, each sample of which must be in one piece.
-        dimensions: Of space.
-    """
-    if rows.counts is None or (rows.channels >= _NARROW and rows.padded_taps == _NARROW) or x.dim() != dimensions + 2:
-        return False
+def _are_whole(x: torch.Tensor) -> bool:
+    """Whether each sample of a tensor is in one piece of memory."""
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride()[1:], x.shape[1:], strict=True)):
         if size > 1 and stride != step:
@@ -186,14 +198,24 @@ def is_narrow(rows: Rows, x: torch.Tensor, dimensions: int) -> bool:
     return True
 
 
+def is_narrow(rows: Rows) -> bool:
+    """Whether patches have so few channels, or so many taps, that samples are better added up first."""
+    return rows.counts is not None and rows.whole and (rows.channels < _NARROW or rows.padded_taps > _NARROW)
+
+
+def images_of(rows: Rows, parts: int) -> Rows:
+    """The rows of sums of samples, which are as samples are, one behind the other."""
+    counts = None if rows.counts is None else rows.counts.float()
+    strides = (rows.places * rows.channels, *rows.strides[1:])
+    return replace(rows, count=parts * rows.places, strides=strides, counts=counts)
+
+
 def samples_first(rows: Rows, stretches: int) -> Launcher:
     """What adds up tensors of such rows in two launches: samples, and then the patches of their sum."""
     size = rows.places * rows.channels
-    samples = Rows(rows.count // rows.places, 1, 1, (rows.strides[0], 0, 0, 1), size)
+    samples = Rows(rows.samples, 1, 1, (rows.strides[0], 0, 0, 1), size)
     add_samples = launcher(samples, 1)
-    counts = None if rows.counts is None else rows.counts.float()
-    one = replace(rows, count=rows.places, strides=(0, *rows.strides[1:]), counts=counts)
-    add_places = launcher(one, stretches)
+    add_places = launcher(images_of(rows, 1), stretches)
 
     def add(x: torch.Tensor, out: torch.Tensor) -> None:
         image = torch.empty(size, dtype=torch.float32, device=x.device)
