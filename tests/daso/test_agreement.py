@@ -1,6 +1,7 @@
 """Votes over a real store, from threads that stand for nodes."""
 
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -59,6 +60,17 @@ def test_one_never_answers_so_it_is_lost_and_the_late_one_learns_of_it():
         agreement.regrouped((0, 1))
     verdicts = together(lambda: first.vote(1, Vote(True)), lambda: second.vote(1, Vote(True, done=True)))
     assert [(v.counted, v.contributing, v.done) for v in verdicts] == [(True, 2, False)] * 2
+
+
+def test_one_that_hears_of_the_loss_a_timeout_later_is_not_left_behind():
+    first, second, _ = nodes(3, timeout=2.0)
+
+    def later():
+        time.sleep(2.3)
+        return second.vote(0, Vote(False))
+
+    verdicts = together(lambda: first.vote(0, Vote(False)), later)
+    assert [(v.counted, v.alive) for v in verdicts] == [(False, (0, 1))] * 2
 
 
 def test_what_differs_is_said():

@@ -27,6 +27,9 @@ SOUND, OVERFLOW = -1, -2
 _KEPT = 2
 """Exchanges whose votes stay in the store, for those that are late."""
 _SHORTEST, _LONGEST = 0.001, 0.02
+_ROLL_CALL = 1.5
+"""Timeouts a roll call takes: who was sending to a third node hears nothing of the one that is lost for a whole timeout,
+and may have begun later than those that heard of it at once."""
 
 
 class Store(Protocol):
@@ -129,7 +132,7 @@ class Agreement:
     @property
     def patience(self) -> float:
         """Seconds after which a transfer, its vote and a roll call have ended if they ever do."""
-        return 3.5 * self._timeout
+        return (2.5 + _ROLL_CALL) * self._timeout
 
     def vote(self, number: int, vote: Vote) -> Verdict:
         """Says how exchange ``number`` ended here, and returns what holds for all."""
@@ -177,7 +180,7 @@ class Agreement:
         """Votes from now on where nobody has voted yet."""
         self._store = store
 
-    def roll_call(self, step: int = 0, *, timeouts: int = 1) -> tuple[tuple[int, ...], int]:
+    def roll_call(self, step: int = 0, *, timeouts: float = _ROLL_CALL) -> tuple[tuple[int, ...], int]:
         """Finds out which nodes are still there, those that answer in time, and the latest step one of them is at."""
         key = f"generation/{self._generation}"
         with _lost_store():
@@ -201,7 +204,7 @@ class Agreement:
     def _judge(self, key: str, verdict: Verdict) -> None:
         self._store.compare_set(f"{key}/verdict", "", json.dumps(asdict(verdict)))
 
-    def _wait(self, ready: Callable[[], bool], timeouts: int = 1) -> bool:
+    def _wait(self, ready: Callable[[], bool], timeouts: float) -> bool:
         """Polls, for what no single key tells."""
         deadline, pause = time.monotonic() + timeouts * self._timeout, _SHORTEST
         while not ready():

@@ -78,4 +78,4 @@ class Options:
     @property
     def node_timeout(self) -> timedelta:
         """For exchanges inside a node: ranks there wait for one that waits for other nodes, and for their verdict."""
-        return timedelta(seconds=4 * self.timeout)
+        return timedelta(seconds=5 * self.timeout)
