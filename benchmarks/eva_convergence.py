@@ -208,7 +208,9 @@ class Worker:
 
 def run(name: str, task: Task, arguments: argparse.Namespace, device: str) -> None:
     """Trials side by side, until all are in or the time is up; what has failed once is not tried again."""
-    who = contenders(name)
+    who = {
+        key: one for key, one in contenders(name).items() if arguments.contender is None or key in arguments.contender
+    }
     until = time.time() + 60 * arguments.minutes
     running: dict[Future[Any], Trial] = {}
     failed: set[str] = set()
@@ -331,6 +333,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--times", type=Path)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--contender", action="append", help="once for each that is to run; all unless given")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--together", type=int, default=1, help="trials at a time")
     parser.add_argument("--toy", action="store_true", help="small networks and batches, to see that everything runs")

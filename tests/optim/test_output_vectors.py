@@ -113,6 +113,14 @@ def test_a_gradient_of_zeros_leaves_the_vector(u):
     assert torch.equal(found.next_outputs, u)
 
 
+@pytest.mark.parametrize("factor", [2.0**-45, 2.0**45])
+def test_small_and_large_gradients_have_the_same_leading_direction(factor):
+    G, a, u = (x.float() for x in draw(1, (1, 6, 5), (1, 5), (1, 6)))
+    u = u / torch.linalg.vector_norm(u)
+    found, other = (direction(Manner(LEADING), 0.1, x, None, x.square().sum(), a, u) for x in (G, G * factor))
+    torch.testing.assert_close(other.next_outputs, found.next_outputs)
+
+
 def test_layers_of_few_outputs_and_transposed_ones_have_none():
     layers = [nn.Conv2d(8, 32, 3, groups=4), nn.ConvTranspose2d(8, 32, 2), nn.Conv2d(8, 16, 1), nn.Linear(5, 15)]
     optimizer = Eva(nn.Sequential(*layers))

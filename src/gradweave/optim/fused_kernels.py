@@ -383,6 +383,7 @@ def apply(
     found_parts = vectors + tl.load(row + 13) + (first_column // block_columns) * rows
     if with_left:
         right = tl.load(w + first_column + along, mask=inside & (on_rows >= 0), other=0.0) - both * v
+    per_rest = tl.where(rest_square > 0, 1.0, 0.0) / tl.sqrt(tl.where(rest_square > 0, rest_square, 1.0))
 
     has_bias = (tl.load(row + 22) > 0) & (first_column == 0) & taken
     bias_gradient = tl.load(gradients + layer * 2 + 1)
@@ -423,7 +424,7 @@ def apply(
         tl.store(bias_buffers + at, moved * momentum + fresh, mask=present & has_bias)
         if with_left:
             found = tl.sum(part * right[None, :], 1) + tl.where(has_bias, g * bias_right, 0.0)
-            tl.store(found_parts + at, found, mask=present & (on_rows >= 0))
+            tl.store(found_parts + at, found * per_rest, mask=present & (on_rows >= 0))
             part -= (beta * u)[:, None] * right[None, :]
             g -= beta * u * bias_right
         part *= scale[:, None] * lr

@@ -283,6 +283,8 @@ def _leading(
         agreement = agreement + bias_rest * bias_rows
         bias_right = torch.stack((torch.ones_like(taken), bias_rest), -1)
     found = found - products * (on_inputs * along_inputs)[:, None]
+    # A product of two gradients; its square would leave the range of float32 long before theirs does.
+    found = found * ratio(torch.ones_like(rest_square), rest_square.sqrt())[:, None]
     length = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
     twice_inputs, twice_outputs = twice(on_inputs, inputs_square), (beta * (2 - beta))[:, 0]
     products_square = products.square().sum(-1)
