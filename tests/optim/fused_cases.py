@@ -228,13 +228,20 @@ def test_scaled_gradients_and_a_scalers_verdict(cls):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's
 @every
-@pytest.mark.parametrize(("bad", "where"), [(float("nan"), "weight"), (float("inf"), "norm"), (float("inf"), "bias")])
+@pytest.mark.parametrize(
+    ("bad", "where"),
+    [(float("nan"), "weight"), (float("nan"), "layer"), (float("inf"), "norm"), (float("inf"), "bias")],
+)
 def test_gradients_that_are_not_finite_change_nothing(cls, bad, where):
     model = make_conv()
     optimizer = cls(model)
     train(model, optimizer, images(1))
     loss_of(model, images(1)[0]).backward()
-    {"weight": model.head.weight, "norm": model.norm.weight, "bias": model.mix.bias}[where].grad[0] = bad
+    if where == "layer":
+        for p in model.head.parameters():
+            p.grad.fill_(bad)
+    else:
+        {"weight": model.head.weight, "norm": model.norm.weight, "bias": model.mix.bias}[where].grad[0] = bad
     records = [state["record"] for state in optimizer.state.values() if "record" in state]
     before = weights(model)
     kept = {p: {k: copy.deepcopy(v) for k, v in state.items() if k != "record"} for p, state in optimizer.state.items()}

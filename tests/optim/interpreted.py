@@ -35,6 +35,11 @@ def _set_true_attr(self, name, values):
 interpreter.TensorHandle.set_attr = _set_true_attr
 
 
+# On a GPU the larger of a number and what is not one is the number, also where a whole tensor is reduced.
+interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
+interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+
+
 class _Launch:
     """What the programs of one launch touch."""
 

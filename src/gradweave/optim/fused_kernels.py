@@ -271,7 +271,9 @@ def combine(matrices, block_sums, matrix_numbers, input_damping, output_damping,
         square += tl.load(sums + 3, mask=inside, other=0.0)
         w_square += tl.load(sums + 4, mask=inside, other=0.0)
         largest = tl.maximum(largest, tl.load(sums + 5, mask=inside, other=0.0))
-    there = tl.max(largest, 0) != 0
+    total = tl.sum(square, 0)
+    # A maximum leaves out what is not a number, and of such gradients alone it is zero.
+    there = (tl.max(largest, 0) != 0) | ~_finite(total)
     on_bias = tl.sum(ug, 0)
     across = tl.sum(uq, 0)
     inputs_square = tl.load(matrix_numbers + matrix * 8 + 6) + tl.where(has_bias, 1.0, 0.0)
@@ -293,7 +295,7 @@ def combine(matrices, block_sums, matrix_numbers, input_damping, output_damping,
     tl.store(numbers + 2, alpha * across)
     tl.store(numbers + 3, on_bias)
     tl.store(numbers + 4, tl.where(there, less, 0.0))
-    tl.store(numbers + 5, tl.where(there, tl.sum(square, 0), 0.0))
+    tl.store(numbers + 5, tl.where(there, total, 0.0))
     tl.store(numbers + 6, rest_square)
     tl.store(numbers + 7, twice_alpha)
 
