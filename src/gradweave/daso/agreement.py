@@ -28,8 +28,8 @@ _KEPT = 2
 """Exchanges whose votes stay in the store, for those that are late."""
 _SHORTEST, _LONGEST = 0.001, 0.02
 _ROLL_CALL = 1.5
-"""Timeouts a roll call takes: who was sending to a third node hears nothing of the one that is lost for a whole timeout,
-and may have begun later than those that heard of it at once."""
+"""Timeouts that a roll call takes: who waits for a third node hears nothing of the one that is lost for a whole
+timeout, and may have begun later than those that heard of it at once."""
 
 
 class Store(Protocol):
