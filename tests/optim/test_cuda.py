@@ -226,3 +226,19 @@ def test_vectors_of_a_captured_backward_whose_steps_are_eager(cls):
                 p.grad.zero_()
     train(other, stock, given[3:])
     assert torch.allclose(weights(model), weights(other), atol=1e-3)
+
+
+@every
+def test_a_loss_that_is_no_number_changes_nothing(cls):
+    model = make_conv().cuda()
+    optimizer = cls(model)
+    given = batches(3)
+    train(model, optimizer, given[:2])
+    before = [w.clone() for w in weights(model)]
+    (loss_of(model, given[2]) * torch.nan).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+    train(model, optimizer, given[2:])
+    assert all(w.isfinite().all() for w in weights(model))
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))

@@ -285,8 +285,8 @@ class _Step:
             kernels.apply[(part.count,)](
                 tables.tiles, tables.matrices, at["fixed"], at["gradients"], room["vectors"], room["matrix_numbers"],
                 room["layer_numbers"], taken, scale, rate, float(group["momentum"]), float(group["weight_decay"]),
-                _sign(group), LEAST, part.first, tables.with_left, is_tensor, part.aligned, part.rows, part.columns,
-                num_warps=8,
+                _sign(group), LEAST, part.first, tables.with_left, is_tensor, part.aligned, BLOCKS.most * part.rows,
+                part.rows, part.columns, num_warps=8,
             )  # fmt: skip
         kernels.commit[(tables.count_of["matrices"],)](
             tables.layers, tables.matrices, at["fixed"], room["vectors"], taken, BLOCKS.long, num_warps=8

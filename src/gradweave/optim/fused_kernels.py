@@ -325,12 +325,33 @@ def settle(layers, matrices, fixed, matrix_numbers, layer_numbers, squares, bloc
     tl.store(squares + layer, gradient_square)
 
 
+@triton.jit
+def _of_rows(
+    vectors, q, rows, on_rows, at, present, alpha, twice_alpha, beta, rest_square, row_size, layer_scale,
+    is_transposed, least, with_left: tl.constexpr,
+):  # fmt: skip
+    """Of some rows: what is taken off along the columns' vector, the elements of the rows', and the scale."""
+    along_v = tl.load(q + at, mask=present, other=0.0)
+    row_square = tl.load(q + rows + at, mask=present, other=0.0)
+    largest = tl.load(q + 2 * rows + at, mask=present, other=0.0)
+    row_square = tl.maximum(row_square - twice_alpha * along_v * along_v, 1.1920929e-07 * row_square)
+    u = along_v
+    if with_left:
+        u = tl.load(vectors + on_rows + at, mask=present & (on_rows >= 0), other=0.0)
+        off = u * u * rest_square
+        row_square = tl.maximum(row_square - off * (beta * (2 - beta)), least * row_square)
+        row_square = tl.maximum(row_square, off * beta * beta)
+    length = tl.where(largest != 0, tl.sqrt(row_square), 0.0)
+    row_scale = tl.where(length > 0, row_size, 0.0) / tl.where(length > 0, length, 1.0)
+    return alpha * along_v, u, tl.where(is_transposed, layer_scale, row_scale)
+
+
 @triton.jit(do_not_specialize=["first"])
 def apply(
     tiles, matrices, fixed, gradients, vectors, matrix_numbers, layer_numbers, keep, loss_scale, rate, momentum, decay,
     sign, least, first,
     with_left: tl.constexpr, rate_is_tensor: tl.constexpr, aligned: tl.constexpr,
-    block_rows: tl.constexpr, block_columns: tl.constexpr,
+    most_rows: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
     """The second pass: momentum and weight of a tile, and those of the bias beside its first columns."""
     tile = first + tl.program_id(0)
@@ -406,33 +427,37 @@ def apply(
         moved = tl.load(buffer + place, mask=mask, other=0.0)
         part = _ahead(fresh, moved, momentum)
         tl.store(buffer + place, moved * momentum + fresh, mask=mask)
-        along_v = tl.load(q + at, mask=present, other=0.0)
-        row_square = tl.load(q + rows + at, mask=present, other=0.0)
-        largest = tl.load(q + 2 * rows + at, mask=present, other=0.0)
-        left = alpha * along_v
-        row_square = tl.maximum(row_square - twice_alpha * along_v * along_v, 1.1920929e-07 * row_square)
-        if with_left:
-            u = tl.load(vectors + on_rows + at, mask=present & (on_rows >= 0), other=0.0)
-            off = u * u * rest_square
-            row_square = tl.maximum(row_square - off * (beta * (2 - beta)), least * row_square)
-            row_square = tl.maximum(row_square, off * beta * beta)
-        length = tl.where(largest != 0, tl.sqrt(row_square), 0.0)
-        row_scale = tl.where(length > 0, row_size, 0.0) / tl.where(length > 0, length, 1.0)
-        scale = tl.where(is_transposed, layer_scale, row_scale)
+        left, u, scale = _of_rows(
+            vectors, q, rows, on_rows, at, present, alpha, twice_alpha, beta, rest_square, row_size, layer_scale,
+            is_transposed, least, with_left,
+        )  # fmt: skip
         part -= left[:, None] * v[None, :]
-        fresh = tl.load(bias_gradients + at, mask=present & has_bias, other=0.0) * turn
-        moved = tl.load(bias_buffers + at, mask=present & has_bias, other=0.0)
-        g = _ahead(fresh, moved, momentum) - left
-        tl.store(bias_buffers + at, moved * momentum + fresh, mask=present & has_bias)
         if with_left:
+            fresh = tl.load(bias_gradients + at, mask=present & has_bias, other=0.0) * turn
+            moved = tl.load(bias_buffers + at, mask=present & has_bias, other=0.0)
+            g = _ahead(fresh, moved, momentum) - left
             found = tl.sum(part * right[None, :], 1) + tl.where(has_bias, g * bias_right, 0.0)
             tl.store(found_parts + at, found * per_rest, mask=present & (on_rows >= 0))
             part -= (beta * u)[:, None] * right[None, :]
-            g -= beta * u * bias_right
         part *= scale[:, None] * lr
         tl.store(weight + place, tl.load(weight + place, mask=mask, other=0.0) * shrink - part, mask=mask)
-        bias = tl.load(bias_weights + at, mask=present & has_bias, other=0.0)
-        tl.store(bias_weights + at, bias * shrink - g * (scale * lr), mask=present & has_bias)
+
+    # Several threads have read each element of a bias' momentum: none may write it before all have.
+    tl.debug_barrier()
+    at = first_row + tl.arange(0, most_rows)
+    present = (at < end_row) & has_bias
+    left, u, scale = _of_rows(
+        vectors, q, rows, on_rows, at, present, alpha, twice_alpha, beta, rest_square, row_size, layer_scale,
+        is_transposed, least, with_left,
+    )  # fmt: skip
+    fresh = tl.load(bias_gradients + at, mask=present, other=0.0) * turn
+    moved = tl.load(bias_buffers + at, mask=present, other=0.0)
+    g = _ahead(fresh, moved, momentum) - left
+    if with_left:
+        g -= beta * u * bias_right
+    bias = tl.load(bias_weights + at, mask=present, other=0.0)
+    tl.store(bias_buffers + at, moved * momentum + fresh, mask=present)
+    tl.store(bias_weights + at, bias * shrink - g * (scale * lr), mask=present)
 
 
 @triton.jit
