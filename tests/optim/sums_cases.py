@@ -107,7 +107,7 @@ def test_samples_that_are_added_up_to_several_images(channels_last):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear_layers(cls, shape, dtype):
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3, bias=False))
-    x = torch.randn(shape)
+    x = torch.randn(shape).to(dtype).float()
 
     def backward(model):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
@@ -493,17 +493,20 @@ def test_negative_views_and_layers_that_are_frozen_later(cls):
 
 
 class Mixed(nn.Module):
-    """A norm in float32 in front of layers in bfloat16: autograd keeps a copy of their input, not the input."""
+    """A norm in float32 in front of layers in bfloat16: autograd keeps a copy of their input, not the input.
 
-    def __init__(self, change=lambda _: None):
+    Without a bias the copy cannot be found.
+    """
+
+    def __init__(self, change=lambda _: None, *, bias=False):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3))
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=bias) for _ in range(3))
         self.change = change
 
     def forward(self, x):
         for norm, layer in zip(self.norms, self.layers, strict=True):
-            given = norm(x)
+            given = norm(x).bfloat16().float()
             with torch.autocast("cpu", torch.bfloat16):
                 x = x + layer(given)
             self.change(given)
@@ -519,6 +522,29 @@ def test_inputs_that_autograd_does_not_keep(bound, change, monkeypatch):
     for count in (1, 2, 3):
         rounds[0] = count
         assert_same_records(Mixed(change), EvaF, lambda model: loss(model, x).backward())
+
+
+@pytest.mark.parametrize("change", [lambda _: None, lambda given: given.detach().mul_(3)], ids=["left", "changed"])
+def test_copies_that_autocast_has_made_are_read_in_place_of_inputs(change, monkeypatch):
+    """They are what layers were applied to, whatever becomes of inputs; nothing is held for them."""
+    monkeypatch.setattr(caught, "_HELD_BYTES", -1)
+    monkeypatch.setattr(caught.Call, "add_up_at_once", lambda _: pytest.fail("added up by itself"))
+    x = torch.randn(4, 5, 8)
+    assert_same_records(Mixed(change, bias=True), EvaF, lambda model: loss(model, x).backward())
+
+
+@pytest.mark.parametrize("samples", [None, 2])
+def test_copies_of_convolutions_and_of_some_samples(samples):
+    """In float16: the interpreter multiplies no matrices in bfloat16."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2), nn.Linear(16, 5), nn.Linear(5, 2))
+    x = torch.randn(6, 3, 4, 4).half().float()
+
+    def backward(model):
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        out.float().square().mean().backward()
+
+    assert_same_records(model, EvaF, backward, samples=samples)
 
 
 def test_an_input_that_is_changed_now_and_then_is_left_out_and_not_trusted_again():

@@ -197,6 +197,18 @@ def lasting_node(y: torch.Tensor) -> tuple[Any, int] | None:
     return None if node is None else (node, y.output_nr)
 
 
+def kept_copy(node: Any) -> torch.Tensor | None:
+    """What a layer's node keeps of the layer's input, which autocast may have made of it; None if it does not say.
+
+    Not to be asked where what autograd saves is handed to somebody, who would be asked in turn.
+    """
+    kept = getattr(node, _INPUT_OF.get(node.name(), ""), None)
+    return kept if isinstance(kept, torch.Tensor) else None
+
+
+_INPUT_OF = {"AddmmBackward0": "_saved_mat1", "ConvolutionBackward0": "_saved_input"}
+
+
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor's memory has been changed in place."""
 

@@ -2,11 +2,11 @@
 
 A hook in front of the node that autograd has made of a layer's call sees each backward that comes by: as often as the
 weight gets a gradient, whatever becomes of the output. Until then a layer's input waits, which autograd keeps for the
-weight's gradient anyway; when backward reaches the first that waits, all of them are added up together. Inputs that
-autograd does not keep as they are (another precision than autocast computes in, patches of a padded copy) wait within
-a bound of bytes, and are added up together when it is reached; under activation checkpointing they are added up at
-once. Outputs' gradients are added up when they come by. At the end of each backward everything is added to the layers'
-records, in one more launch.
+weight's gradient anyway, or what autocast has made of it; when backward reaches the first that waits, all of them are
+added up together. Inputs that autograd does not keep as they are (patches of a padded copy, another precision behind
+which no copy is found) wait within a bound of bytes, and are added up together when it is reached; under activation
+checkpointing they are added up at once. Outputs' gradients are added up when they come by. At the end of each backward
+everything is added to the layers' records, in one more launch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gradweave.compat.eager import (
     NO_BACKWARD,
     at_end_of_backward,
     current_backward,
+    kept_copy,
     lasting_node,
     saved_tensors_hooks,
     stream_teller,
@@ -204,11 +205,13 @@ def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
     found, plan = lasting_node(y), tap.last_plan
     if found is None:
         return False
+    node, output = found
+    if x.dtype is not y.dtype:
+        x = _multiplied(tap, node, x, y)
     if plan is None or not plan.is_for(x, y):
         plan = tap.last_plan = _plan_of(tap, x, y)
         if plan is None:
             return False
-    node, output = found
     call = Call(tap, plan, x.detach(), output)
     if plan.may_wait and saved_tensors_hooks() is None:
         tap.catcher.wait(call)
@@ -218,6 +221,17 @@ def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
             call.x = None
     node.register_prehook(call)
     return True
+
+
+def _multiplied(tap: Tap, node: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """What a layer was really applied to: under autocast a copy of its input, which autograd keeps anyway."""
+    if saved_tensors_hooks() is not None:
+        return x
+    copy = kept_copy(node)
+    if copy is None or type(copy) is not torch.Tensor or copy.dtype is not y.dtype or copy.numel() != x.numel():
+        return x
+    is_alike = copy.shape == x.shape or (tap.catching.input_samples is None and copy.shape[-1] == x.shape[-1])
+    return copy if is_alike else x
 
 
 def _plan_of(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> Plan | None:
