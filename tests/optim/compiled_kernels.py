@@ -8,10 +8,10 @@ from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from gradweave.optim import Eva, EvaF, flat_kernels, fused, fused_kernels, sum_kernels, sum_tables, sums
+from gradweave.optim import Eva, EvaF, flat_kernels, fused, fused_kernels, sum_kernels, sum_tables, sums, vector_kernels
 from gradweave.optim import caught as catching
 
-MODULES = (fused_kernels, flat_kernels, sum_kernels)
+MODULES = (fused_kernels, vector_kernels, flat_kernels, sum_kernels)
 
 
 class NoGpu:

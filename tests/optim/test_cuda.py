@@ -193,7 +193,7 @@ def test_sums_in_kernels_are_those_without(cls, dtype, order, monkeypatch):
     layers = [nn.Conv2d(3, 32, 7, 2, 3), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 3, padding=1, bias=False), nn.ReLU()]
     layers += [nn.Conv2d(64, 48, 1, 2), nn.ReLU(), nn.Conv2d(48, 32, 3, 2, groups=2), nn.Flatten(), nn.LazyLinear(10)]
     model = nn.Sequential(*layers).cuda()
-    x = torch.randn(20, 3, 40, 36, device="cuda").contiguous(memory_format=order)
+    x = torch.randn(20, 3, 40, 36, device="cuda").to(dtype).float().contiguous(memory_format=order)
     model(x)
     model = model.to(memory_format=order)
     ours, stock = (records_after(model, cls, x, dtype, monkeypatch, with_kernels=kind) for kind in (True, False))

@@ -194,6 +194,7 @@ class _Step:
         self.layers = layers
         self.others = others
         self.kernels = import_module("gradweave.optim.fused_kernels")
+        self.vector_kernels = import_module("gradweave.optim.vector_kernels")
         self.flat_kernels = import_module("gradweave.optim.flat_kernels")
         tables = plan.tables
         counts = tables.count_of
@@ -231,7 +232,7 @@ class _Step:
 
     def _make_vectors(self) -> None:
         """The vectors that layers will have if the step is taken."""
-        kernels, tables, room, at = self.kernels, self.plan.tables, self.room, self.at
+        kernels, tables, room, at = self.vector_kernels, self.plan.tables, self.room, self.at
         kernels.look[(len(self.layers),)](tables.layers, at["fixed"], room["layer_numbers"], BLOCKS.long, num_warps=8)
         for member, (first, count) in tables.matrices_of.items():
             group = self.groups[member]
@@ -288,7 +289,7 @@ class _Step:
                 _sign(group), LEAST, part.first, tables.with_left, is_tensor, part.aligned, BLOCKS.most * part.rows,
                 part.rows, part.columns, num_warps=8,
             )  # fmt: skip
-        kernels.commit[(tables.count_of["matrices"],)](
+        self.vector_kernels.commit[(tables.count_of["matrices"],)](
             tables.layers, tables.matrices, at["fixed"], room["vectors"], taken, BLOCKS.long, num_warps=8
         )
 
