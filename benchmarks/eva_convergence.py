@@ -294,6 +294,7 @@ def finals_of(rows: list[dict[str, str]], name: str, length: int) -> list[list[d
 def draw(path: Path, times: Path) -> None:
     """Mean and spread of the seeds, against steps and, where steps were timed, against seconds."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     rows = read(path)
     ms = {(row["contender"], row["interval"]): float(row["ms"]) for row in read(times) if "ms" in row}
@@ -318,6 +319,9 @@ def draw(path: Path, times: Path) -> None:
     for axes in by_seconds:
         axes.set_xlabel("seconds: steps times the step's time by itself")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
     by_steps.set_ylabel(rows[0]["metric"])
     if "error" in rows[0]["metric"]:
         by_steps.set_yscale("log")

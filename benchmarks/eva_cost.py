@@ -2,19 +2,24 @@
 
     python benchmarks/eva_cost.py time --results benchmarks/results/eva-cost-h200.csv
     python benchmarks/eva_cost.py update --results benchmarks/results/eva-update-h200.csv
+    python benchmarks/eva_cost.py phases --results benchmarks/results/eva-eager-phases-h200.csv
 
 ``time``: whole steps in three forms, eager, captured in one CUDA graph, and ``gradweave.compile``; of each form
 SGD with momentum (fused), AdamW (fused), Eva and Eva-f take turns, each in a process of its own, and SGD twice. Where
 much has no vectors (GPT-2's embeddings and head), Eva with SGD's rule for that is there too, in a graph.
 Memory is that of the optimizer's state. ``update``: the optimizer's step alone, captured, and the bytes that it
 would move in that time at the memory's measured speed, per parameter; 24 is the floor of a gradient that is read
-twice, and a momentum and a weight that are read and written. Workloads that the results already hold are left out.
+twice, and a momentum and a weight that are read and written. ``phases``: what the host does of an eager step, by
+phase, until the call returns, and how long it waits for the device in the end; optimizers take turns in one process.
+Workloads that the results already hold are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +44,8 @@ OPTIMIZERS = ("sgd", "adamw", "eva", "eva-f")
 BY_SGD = "+sgd"
 """Behind the name of an optimizer whose first-order rule is SGD's."""
 REPEATS = 20
+PHASES = ("forward", "backward", "step", "zero_grad", "waiting", "whole")
+PHASED_STEPS = 30
 TOGETHER = 2
 """Workloads whose variants make themselves ready at once."""
 
@@ -196,6 +203,47 @@ def measure_updates(workloads: Sequence[Workload], results: Path) -> None:
         append(results, rows)
 
 
+def measure_phases(workloads: Sequence[Workload], results: Path) -> None:
+    """Eager steps of each optimizer in turns, SGD twice in each; milliseconds of the host in each phase."""
+    for workload in workloads:
+        batches = workload.batches()
+        everyone = {}
+        for name in ("sgd", "eva", "eva-f"):
+            model = workload.model().train()
+            everyone[name] = (model, make_optimizer(name, model, capturable=False))
+        order = [*everyone, "sgd" + AGAIN]
+        times: dict[str, list[list[float]]] = {name: [] for name in order}
+        for number in range(PHASED_STEPS):
+            for name in order:
+                taken = _phases(*everyone[name.removesuffix(AGAIN)], batches[number % len(batches)])
+                if number >= REPEATS // 4:
+                    times[name].append(taken)
+        rows: list[dict[str, object]] = []
+        for name, taken in times.items():
+            middle = [percentiles([1e3 * value for value in one])[1] for one in zip(*taken, strict=True)]
+            columns = {phase + "_ms": f"{value:.3f}" for phase, value in zip(PHASES, middle, strict=True)}
+            rows.append({"case": workload.name, "mode": name, **columns, **environment(CUDA)})
+            print(workload.name, name, columns, flush=True)
+        append(results, rows)
+
+
+def _phases(model: nn.Module, optimizer: Optimizer, batch: Batch) -> list[float]:
+    """Seconds of an eager step's phases, and of the whole."""
+    torch.cuda.synchronize()
+    marks = [time.perf_counter()]
+    loss = loss_of(model, *batch)
+    marks.append(time.perf_counter())
+    loss.backward()
+    marks.append(time.perf_counter())
+    optimizer.step()
+    marks.append(time.perf_counter())
+    optimizer.zero_grad()
+    marks.append(time.perf_counter())
+    torch.cuda.synchronize()
+    marks.append(time.perf_counter())
+    return [*(b - a for a, b in pairwise(marks)), marks[-1] - marks[0]]
+
+
 def _replays(graph: torch.cuda.CUDAGraph) -> float:
     """Seconds of one replay, of several in a row."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -212,7 +260,7 @@ def main() -> None:
     import os
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "update", "child"))
+    parser.add_argument("what", choices=("time", "update", "phases", "child"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--workload", action="append", choices=tuple(WORKLOADS), help="once for each; all unless given")
     parser.add_argument("--form", action="append", choices=FORMS, help="once for each; all unless given")
@@ -230,8 +278,10 @@ def main() -> None:
     left = [workload for workload in workloads if workload.name not in done]
     if arguments.what == "time":
         measure_steps(left, arguments.results, arguments.form or FORMS)
-    else:
+    elif arguments.what == "update":
         measure_updates(left, arguments.results)
+    else:
+        measure_phases(left, arguments.results)
 
 
 if __name__ == "__main__":
