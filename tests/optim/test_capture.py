@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradweave.errors import GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim import Eva, EvaF
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture
@@ -334,3 +335,92 @@ def test_an_empty_batch_changes_nothing(cls, layer):
     layer(torch.randn(0, *((2, 5) if isinstance(layer, nn.Conv1d) else (5,)))).sum().backward()
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), before, strict=True))
+
+
+class TestBackwardsThatGiveTheWeightNothing:
+    """What is caught is caught as often as the weight gets a gradient, and in no other backward."""
+
+    def places(self, use):
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        optimizer = EvaF(model)
+        x = torch.randn(8, 4, requires_grad=True)
+        use(model, x)
+        return [int(optimizer.state[layer.weight]["record"][layer.in_features]) for layer in (model[0], model[2])]
+
+    def test_gradients_of_the_input_alone(self):
+        assert self.places(lambda model, x: torch.autograd.grad(model(x).sum(), x)) == [0, 0]
+        assert self.places(lambda model, x: model(x).sum().backward(inputs=[x])) == [0, 0]
+
+    def test_gradients_of_some_weights_or_of_all(self):
+        assert self.places(lambda model, x: torch.autograd.grad(model(x).sum(), model[2].weight)) == [0, 8]
+        assert self.places(lambda model, x: torch.autograd.grad(model(x).sum(), list(model.parameters()))) == [8, 8]
+        assert self.places(lambda model, x: model(x).sum().backward(inputs=[model[0].weight])) == [8, 0]
+
+    def test_a_backward_of_each_kind_through_one_graph(self):
+        def use(model, x):
+            loss = model(x).sum()
+            torch.autograd.grad(loss, x, retain_graph=True)
+            loss.backward()
+
+        assert self.places(use) == [8, 8]
+
+    def test_other_weights_in_the_place_of_the_own(self):
+        def use(model, x):
+            others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+            torch.func.functional_call(model, others, (x,)).sum().backward()
+
+        assert self.places(use) == [0, 0]
+
+
+def test_masks_inside_of_each_other_and_rows_that_hold_anything():
+    model = nn.Sequential(nn.Linear(4, 3))
+    optimizer = EvaF(model)
+    x = torch.randn(2, 3, 4)
+    x[0, 0] = torch.nan
+    outer, inner = torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3, dtype=torch.bool)
+    outer[0] = inner[0, 0] = False
+    with optimizer.padding_mask(outer):
+        with optimizer.padding_mask(inner):
+            model(x).nansum().backward()
+        model(x).nansum().backward()
+    record = optimizer.state[model[0].weight]["record"]
+    assert record.tolist() == pytest.approx([*(x[0, 1:].sum(0) + 2 * x[1].sum(0)).tolist(), 8.0])
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_an_attention_without_any_keys(padded):
+    module = nn.MultiheadAttention(4, 2, batch_first=True)
+    optimizer = EvaF(module)
+    q, k = torch.randn(1, 3, 4), torch.randn(1, 3 if padded else 0, 4)
+    mask = torch.zeros(1, 3, dtype=torch.bool)
+    with optimizer.padding_mask(mask) if padded else nullcontext():
+        module(q, k, k.clone())[0].sum().backward()
+    assert optimizer.state[module.in_proj_weight]["record"].isfinite().all()
+
+
+def test_nested_tensors_are_left_alone():
+    model = nn.Linear(4, 3)
+    optimizer = EvaF(model)
+    x = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
+    model(x).values().sum().backward()
+    assert optimizer.state[model.weight]["record"].count_nonzero() == 0
+
+
+def test_hooks_go_with_their_optimizer():
+    model = nn.Sequential(nn.Linear(4, 3))
+    for _ in range(3):
+        optimizer = EvaF(model)
+    assert len(model[0]._forward_hooks) == 1
+    with pytest.raises(ArgumentError, match="lr="):
+        EvaF(model, lr=-1)
+    assert len(model[0]._forward_hooks) == 1
+    optimizer.detach()
+    assert not model[0]._forward_hooks
+
+
+def test_a_loss_of_a_layer_by_itself_under_autocast():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    model[0].register_forward_hook(lambda *given: given[-1].float().square().mean().backward(retain_graph=False))
+    EvaF(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(5, 4)).float().sum()

@@ -110,7 +110,7 @@ def test_what_has_no_vectors_goes_to_the_first_order_rule(cls):
     assert [p.shape for p in covered["params"]] == [(3, 4), (3,)]
     assert covered["rule"] == "vectors"
     assert rest["rule"] == "adamw"
-    assert rest["lr"] == pytest.approx(0.001)
+    assert (rest["lr"], rest["lr_ratio"]) == (0.02, 0.05)
     assert rest["weight_decay"] == 0.3
     assert len(rest["params"]) == 4
 
@@ -491,3 +491,53 @@ def test_distributed_checkpoints_find_every_state_by_its_parameters_name(cls):
     train(model, optimizer, images(2))
     train(other, resumed, images(2))
     assert torch.equal(weights(model), weights(other))
+
+
+@every
+def test_all_groups_share_a_rate_that_is_changed_in_place_or_by_a_scheduler(cls):
+    model = Mixed()
+    lr = torch.tensor(0.02)
+    optimizer = cls(model, lr=lr)
+    lr.zero_()
+    before = [p.detach().clone() for p in model.parameters()]
+    loss_of(model, torch.arange(3)).backward()
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    optimizer = cls(model, lr=0.02)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.04, total_steps=10)
+    assert len({group["lr"] for group in optimizer.param_groups}) == 1
+
+
+@every
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"damping": 0.0}, "damping="), ({"damping": float("nan")}, "damping="), ({"lr": -1}, "lr="),
+        ({"running_average": 0.0}, "running_average="), ({"betas": (1.5, 0.9)}, "betas="), ({"eps": -1}, "eps="),
+        ({"rule": "adam"}, "rule="),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_groups_are_named(cls, group, message):
+    model = make_mlp()
+    with pytest.raises(ArgumentError, match=message):
+        cls(model, [{"params": list(model.parameters()), **group}])
+
+
+@captured
+def test_vectors_are_for_layers(cls):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with pytest.raises(ArgumentError, match="rule='vectors'"):
+        cls(model, [{"params": [model[0].weight, model[1].weight], "rule": "vectors"}])
+    with pytest.raises(ArgumentError, match="output_damping="):
+        Eva(model, [{"params": list(model.parameters()), "output_damping": -1.0}])
+
+
+@every
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_models_that_are_not_ready_are_refused(cls):
+    with pytest.raises(ArgumentError, match="lazy"):
+        cls(nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(2)))
+    with pytest.raises(ArgumentError, match="complex"):
+        cls(nn.Linear(4, 3, dtype=torch.complex64))
+    with pytest.raises(ArgumentError, match="model="):
+        cls(nn.Linear(4, 0))

@@ -124,6 +124,11 @@ def load_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._load_state_dict_post_hooks.values())
 
 
+def has_one_hook(module: torch.nn.Module) -> bool:
+    """Whether a module's forward has one hook behind it, and none in front."""
+    return len(module._forward_hooks) == 1 and not module._forward_pre_hooks
+
+
 def forward_hooks(module: torch.nn.Module) -> list[Any]:
     """The hooks that run before a module's forward."""
     return list(module._forward_pre_hooks.values())
@@ -202,7 +207,10 @@ def kept_copy(node: Any) -> torch.Tensor | None:
 
     Not to be asked where what autograd saves is handed to somebody, who would be asked in turn.
     """
-    kept = getattr(node, _INPUT_OF.get(node.name(), ""), None)
+    try:
+        kept = getattr(node, _INPUT_OF.get(node.name(), ""), None)
+    except RuntimeError:  # a backward has been there already
+        return None
     return kept if isinstance(kept, torch.Tensor) else None
 
 
@@ -302,6 +310,20 @@ def will_be_accumulated(param: torch.Tensor) -> bool:
         return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
     except RuntimeError:  # of a leaf that torch.autograd.grad() was asked for
         return False
+
+
+def teller_of_whole_backwards() -> Callable[[], bool]:
+    """What tells whether the backward that is now running goes to every leaf, and not to some that were asked for."""
+    elsewhere = torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
+    return partial(torch._C._will_engine_execute_node, elsewhere)
+
+
+def gets_gradient(param: torch.Tensor) -> bool:
+    """Whether the backward that is now running computes a leaf's gradient, to put it into ``.grad`` or to return it."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
+    except RuntimeError:  # of a leaf that torch.autograd.grad() was asked for
+        return True
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

@@ -22,8 +22,9 @@ class AttentionTap(Tap):
 
     by_kernels = False
 
-    def __init__(self, width: int, shape: torch.Size, catching: Catching, masking: Masking, catcher: Catcher) -> None:
-        super().__init__(Layout(LINEAR, 3, width, width), shape, catching, masking, catcher)
+    def __init__(self, weight: nn.Parameter, catching: Catching, masking: Masking, catcher: Catcher) -> None:
+        width = weight.shape[1]
+        super().__init__(Layout(LINEAR, 3, width, width), weight, catching, masking, catcher)
         self.with_outputs = False
         self._one = Layout(LINEAR, 1, width, width)
 
@@ -46,12 +47,19 @@ class AttentionTap(Tap):
                 parts.append(sums)
                 continue
             more, places = self._one.input_sums(other.detach(), samples, mask)
-            parts.append(more * (count / places))
+            parts.append(more * _ratio(count, places))
         return torch.cat(parts), count
 
     def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         return given["query"], given["key"], given["value"]
+
+
+def _ratio(count: float | torch.Tensor, places: float | torch.Tensor) -> float | torch.Tensor:
+    """How many of one there are for each of another; 0 where there is no other."""
+    if isinstance(places, torch.Tensor):
+        return torch.where(places > 0, count / places.clamp_min(1), torch.zeros_like(places))
+    return count / places if places else 0.0
 
 
 def attention_parts(module: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None] | None:

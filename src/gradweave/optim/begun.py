@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradweave.optim import first_order
-from gradweave.optim.apply import Target, apply_all
+from gradweave.optim.apply import Target, apply_all, times, wide_dtype
 from gradweave.optim.rules import Manner, Number
 
 Other = tuple[torch.Tensor, dict[str, Any]]
@@ -59,6 +59,7 @@ class Begun:
         for key in chosen:
             one = self._left.get(key)
             if isinstance(one, Plain):
-                grad = one.grad * (-self._inverse if one.group["maximize"] else self._inverse)
+                factor = -self._inverse if one.group["maximize"] else self._inverse
+                grad = times(one.grad.to(wide_dtype(one.p)), factor)
                 first_order.update(one.p, grad, one.state, one.group, self._keep)
                 del self._left[key]

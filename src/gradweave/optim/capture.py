@@ -33,10 +33,23 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from gradweave.compat.eager import function_transform
+from gradweave.compat.eager import (
+    function_modes,
+    function_transform,
+    gets_gradient,
+    has_one_hook,
+    other_function_modes,
+    watchers,
+)
 from gradweave.errors import GradweaveError
 from gradweave.optim.caught import Catcher, catch
 from gradweave.optim.layouts import Layout
+from gradweave.split.calls import SplitCalls
+
+
+def are_computed_apart() -> bool:
+    """Whether the weight gradients of what runs now are left to somebody, and not to backward."""
+    return other_function_modes() > 0 and any(isinstance(mode, SplitCalls) for mode in function_modes())
 
 
 class _Pass(torch.autograd.Function):
@@ -49,14 +62,17 @@ class _Pass(torch.autograd.Function):
         ctx.save_for_backward(sums)
         ctx.record, ctx.mask = record, mask
         ctx.tap, ctx.share, ctx.places = tap, share, places
+        ctx.is_apart = are_computed_apart()
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """Adds up the sums of the input, the places, and the sums of the gradient."""
         (sums,) = ctx.saved_tensors
+        tap = ctx.tap
+        if not is_compiling() and not watchers() and not tap.is_counted(is_apart=ctx.is_apart):
+            return gradient, None, None, None, None, None, None
         with torch.no_grad():
-            tap = ctx.tap
             if tap.with_outputs:
                 samples = tap.output_count(gradient)
                 outputs = tap.layout.output_sums(gradient.detach(), samples, ctx.places, ctx.mask)
@@ -89,7 +105,7 @@ class Tap:
 
     Args:
         layout: Of the layer.
-        shape: Of its weight.
+        weight: Its weight.
         catching: What is caught.
         masking: Where the padding mask is, for all layers.
         catcher: What layers do together.
@@ -101,10 +117,11 @@ class Tap:
     by_kernels = True
 
     def __init__(
-        self, layout: Layout, shape: torch.Size, catching: Catching, masking: Masking, catcher: Catcher
+        self, layout: Layout, weight: nn.Parameter, catching: Catching, masking: Masking, catcher: Catcher
     ) -> None:
         self.layout = layout
-        self.shape = shape
+        self.weight = weight
+        self.shape = weight.shape
         self.catching = catching
         self.with_outputs = catching.outputs
         self.masking = masking
@@ -147,10 +164,26 @@ class Tap:
                 f"a layer's weight has the shape {tuple(weight.shape)}, which was {tuple(self.shape)} when the "
                 "optimizer was made; make a new one after changing a model"
             )
+        if not compiling and weight is not self.weight and weight.is_leaf:  # as under torch.func.functional_call
+            return None
         x = args[0] if args else kwargs["input"]
-        if not compiling and self.by_kernels and catch(self, x, y):
+        if isinstance(x, torch.Tensor) and x.is_nested:
+            return None
+        if (
+            not compiling
+            and self.by_kernels
+            and catch(self, x, y, is_alone=has_one_hook(module), is_apart=are_computed_apart())
+        ):
             return None
         return self.passed(y, x)
+
+    def is_counted(self, *, is_apart: bool) -> bool:
+        """Whether the backward that is now running is one of those by which the weight gets a gradient.
+
+        Args:
+            is_apart: Whether weight gradients are computed apart from backward, which then does not say.
+        """
+        return is_apart or self.catcher.goes_everywhere() or gets_gradient(self.weight)
 
     def weight_of(self, module: nn.Module) -> torch.Tensor:
         """The weight whose gradient the vectors belong to."""
@@ -216,9 +249,10 @@ class Masked:
     def __init__(self, masking: Masking, mask: torch.Tensor) -> None:
         self._masking = masking
         self._mask = mask
+        self._outside: torch.Tensor | None = None
 
     def __enter__(self) -> None:
-        self._masking.mask = self._mask
+        self._outside, self._masking.mask = self._masking.mask, self._mask
 
     def __exit__(self, *_: object) -> None:
-        self._masking.mask = None
+        self._masking.mask = self._outside

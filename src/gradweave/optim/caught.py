@@ -30,6 +30,7 @@ from gradweave.compat.eager import (
     lasting_node,
     saved_tensors_hooks,
     stream_teller,
+    teller_of_whole_backwards,
     version_of,
     watchers,
 )
@@ -145,10 +146,10 @@ class Call:
         found: The memory of its input's sums, and where they begin.
     """
 
-    __slots__ = ("__weakref__", "_output", "_tap", "_version", "found", "plan", "stream", "x")
+    __slots__ = ("__weakref__", "_is_apart", "_output", "_tap", "_version", "found", "plan", "stream", "x")
 
-    def __init__(self, tap: Tap, plan: Plan, x: torch.Tensor, output: int) -> None:
-        self._tap, self.plan, self._output = tap, plan, output
+    def __init__(self, tap: Tap, plan: Plan, x: torch.Tensor, output: int, *, is_apart: bool) -> None:
+        self._tap, self.plan, self._output, self._is_apart = tap, plan, output, is_apart
         self.stream = plan.current_stream()
         self.x: torch.Tensor | None = x
         self._version = version_of(x)
@@ -169,6 +170,8 @@ class Call:
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Before backward comes to what autograd needs of this call."""
         plan, catcher = self.plan, self._tap.catcher
+        if not self._tap.is_counted(is_apart=self._is_apart):
+            return
         if self.found is None:
             catcher.add_up_with(self)
             if self.found is None:
@@ -195,10 +198,17 @@ class Sums(NamedTuple):
     stream: int
 
 
-def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
+def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor, *, is_alone: bool, is_apart: bool) -> bool:
     """Has backward count what a layer's vectors are made of; False where kernels do not apply.
 
     Every layer of every forward comes by here: what is usual is asked first, and in few calls.
+
+    Args:
+        tap: Of the layer.
+        x: Its input.
+        y: Its output.
+        is_alone: Whether no other hook can have changed the output, or who keeps what autograd saves.
+        is_apart: Whether its weight's gradient is computed apart from backward.
     """
     if type(x) not in _PLAIN or type(y) is not torch.Tensor or tap.masking.mask is not None or watchers() or x.is_neg():
         return False
@@ -206,13 +216,13 @@ def catch(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> bool:
     if found is None:
         return False
     node, output = found
-    if x.dtype is not y.dtype:
+    if is_alone and x.dtype is not y.dtype and fused.has_kernels(x.device):
         x = _multiplied(tap, node, x, y)
     if plan is None or not plan.is_for(x, y):
         plan = tap.last_plan = _plan_of(tap, x, y)
         if plan is None:
             return False
-    call = Call(tap, plan, x.detach(), output)
+    call = Call(tap, plan, x.detach(), output, is_apart=is_apart)
     if plan.may_wait and saved_tensors_hooks() is None:
         tap.catcher.wait(call)
     else:
@@ -306,6 +316,7 @@ class Catcher:
         self._held_bytes = 0
         self._counted: list[tuple[Any, ...]] = []
         self._ends = NO_BACKWARD
+        self.goes_everywhere = teller_of_whole_backwards()
         self._together: dict[Any, Together] = {}
         self._tables: dict[Any, _Table] = {}
         self._in_graphs: dict[int, Any] = {}

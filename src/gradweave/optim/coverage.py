@@ -48,7 +48,7 @@ class Capture:
         self.layers = []
         head = None if catching.words else head_over_words(model)
         for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample, left=head):
-            tap = Tap(layout, weight.shape, catching, self.masking, self._catcher)
+            tap = Tap(layout, weight, catching, self.masking, self._catcher)
             self.layers.append(CoveredLayer(name, module, weight, bias, tap))
         for name, module in model.named_modules() if catching.per_sample else ():
             parts = attention_parts(module)
@@ -62,7 +62,7 @@ class Capture:
             self.layers.append(
                 CoveredLayer(
                     name, module, weight, bias,
-                    AttentionTap(weight.shape[1], weight.shape, catching, self.masking, self._catcher),
+                    AttentionTap(weight, catching, self.masking, self._catcher),
                 )
             )  # fmt: skip
         self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
@@ -121,7 +121,7 @@ def coverable(
         if module is left:
             left_out.setdefault(f"{name}, which has a row for each word of an embedding")
             continue
-        if not weight.requires_grad:
+        if not weight.requires_grad or weight.numel() == 0:
             continue
         bias = own.get("bias")
         if bias is not None and (owners[id(bias)] > 1 or not bias.requires_grad or not layout.takes_bias):

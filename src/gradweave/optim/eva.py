@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture, CoveredLayer
 from gradweave.optim.exchange import average_records, group_of
-from gradweave.optim.family import Layer, VectorOptimizer, loss_scale, parameters_of
+from gradweave.optim.family import Layer, VectorOptimizer, check_hyperparameters, loss_scale, parameters_of
 from gradweave.optim.fused import FusedStep, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode
 from gradweave.optim.rules import (
@@ -55,6 +56,7 @@ class _CapturedVectors(VectorOptimizer):
         process_group: Any,
     ) -> None:
         given = parameters_of(model, params)
+        check_hyperparameters(defaults)
         self._process_group = group_of(model, process_group)
         self._catching = catching
         self._capture = Capture(model, catching)
@@ -62,6 +64,7 @@ class _CapturedVectors(VectorOptimizer):
             raise ArgumentError(
                 "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
             )
+        finalize(self, self._capture.remove).atexit = False
         super().__init__(given, defaults, manner)
         self._fused = FusedStep(self)
         self._attach()
@@ -169,7 +172,7 @@ class _CapturedVectors(VectorOptimizer):
         if layer.bias_grad is not None and layer.bias_state is not None:
             bias_fresh = times(layer.bias_grad.to(inputs.dtype), factor)
             bias_gradient = self._followed(bias_fresh, layer.bias_state, group).view(gradient.shape[:2])
-        square, moves = gradient_square * factor * factor, None
+        square, moves = gradient_square, None
         if self.manner.momentum_first:
             square = gradient.square().sum() + (0.0 if bias_gradient is None else bias_gradient.square().sum())
             moves = (matrices(fresh, inputs.shape[0], columns_first=layer.columns_first) != 0).any(-1)

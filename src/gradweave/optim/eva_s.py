@@ -23,6 +23,7 @@ from gradweave.optim.rules import (
     Manner,
     Number,
     direction,
+    ratio,
 )
 
 OURS = {"lr": 0.01, "damping": 0.3, "running_average": 0.1}
@@ -95,8 +96,8 @@ class EvaS(VectorOptimizer):
             raise ArgumentError("model", type(model).__name__, "has no matrix to train; use torch.optim.AdamW")
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Every tensor of two or more dimensions."""
-        return [p for p in params if p.dim() >= 2]
+        """Every tensor of two or more dimensions that is not empty."""
+        return [p for p in params if p.dim() >= 2 and p.numel()]
 
     def prepare_layer(self, layer: Layer) -> None:
         """Makes momentum and vectors."""
@@ -126,13 +127,26 @@ class EvaS(VectorOptimizer):
         inputs = others[0]
         for vector in others[1:]:
             inputs = (inputs[:, None] * vector).flatten()
+        if (
+            self.manner.relative
+        ):  # their length does not matter, and products with them could leave the range of float32
+            inputs, first = _unit(inputs), _unit(first)
         matrix = gradient.reshape(1, modes[0], -1)
-        square = gradient_square * factor * factor
         plain = is_plain(layer.group)
         damping = layer.group["damping"]
-        return direction(self.manner, damping, matrix, None, square, inputs[None], first[None], pointwise=plain)
+        return direction(
+            self.manner, damping, matrix, None, gradient_square, inputs[None], first[None], pointwise=plain
+        )
 
     def _modes(self, weight: torch.Tensor) -> list[int]:
         if self._mode == Mode.OURS.value:
             return [weight.shape[0], weight.numel() // weight.shape[0]]
         return list(weight.shape)
+
+
+def _unit(vector: torch.Tensor) -> torch.Tensor:
+    """A vector of length one; of zeros where there is none, or one that has faded away."""
+    largest = vector.abs().amax()
+    largest = torch.where(largest >= 4 * torch.finfo(vector.dtype).tiny, largest, torch.zeros_like(largest))
+    vector = vector * ratio(torch.ones_like(largest), largest)
+    return vector * ratio(torch.ones_like(largest), vector.square().sum().sqrt())

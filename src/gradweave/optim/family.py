@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.marks import is_in_fusion
 from gradweave.optim import first_order
-from gradweave.optim.apply import Target, column_of_bias, wide_dtype
+from gradweave.optim.apply import Target, column_of_bias, times, wide_dtype
 from gradweave.optim.begun import Begun, Other, Plain
 from gradweave.optim.rules import (
     LAYER,
@@ -37,7 +39,7 @@ VECTORS = "vectors"
 """The rule of groups whose parameters have vectors."""
 
 
-_PRECISE = ("record", "input_vector", "output_vector", "mode_vectors", "size")
+_PRECISE = ("record", "input_vector", "output_vector", "mode_vectors", "size", "exp_avg", "exp_avg_sq")
 """State that is not of its parameter's precision."""
 
 
@@ -76,7 +78,7 @@ class VectorOptimizer(Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], manner: Manner) -> None:
-        _check(defaults)
+        check_hyperparameters(defaults)
         self.manner = manner
         super().__init__(params, defaults)
 
@@ -95,7 +97,7 @@ class VectorOptimizer(Optimizer):
 
         Args:
             layer: The layer.
-            gradient_square: Of its gradient with the bias', as it is.
+            gradient_square: Of its gradient with the bias', multiplied by the factor.
             factor: What the gradient is to be multiplied by.
             keep: Whether the step is taken.
         """
@@ -126,7 +128,9 @@ class VectorOptimizer(Optimizer):
         """
         if not isinstance(param_group, dict):
             raise ArgumentError("param_group", type(param_group).__name__, "give a dict")
-        if "rule" in param_group:
+        check_hyperparameters({**self.defaults, **param_group})
+        if param_group.get("rule") is not None:
+            self._check_rule(param_group)
             super().add_param_group(param_group)
             self._own_parameters = sum(len(group["params"]) for group in self.param_groups)
             return
@@ -149,6 +153,20 @@ class VectorOptimizer(Optimizer):
             super().add_param_group(others)
         self._own_parameters = sum(len(group["params"]) for group in self.param_groups)
 
+    def _check_rule(self, group: dict[str, Any]) -> None:
+        """Raises unless a group's rule is known, and is one for its parameters."""
+        known = (VECTORS, *first_order.RULES)
+        if group["rule"] not in known:
+            raise ArgumentError("rule", group["rule"], f"use one of {', '.join(known)}")
+        given = group["params"]
+        group["params"] = given = [given] if isinstance(given, torch.Tensor) else list(given)
+        if group["rule"] == VECTORS:
+            params = [p[1] if isinstance(p, tuple) else p for p in given]
+            if list(map(id, self.covered(params))) != list(map(id, params)):
+                raise ArgumentError(
+                    "rule", VECTORS, "is for weights that have vectors, each followed by its bias; leave the rule out"
+                )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``state_dict()`` gave; vectors keep their precision, whatever the parameters have."""
         super().load_state_dict(state_dict)
@@ -168,10 +186,10 @@ class VectorOptimizer(Optimizer):
         """The hyperparameters of a group for the first-order rule: its own, where none are given."""
         defaults = self.defaults
         settings = dict(settings)
-        lr = settings.get("lr", defaults["lr"])
-        own = defaults["first_order_lr"]
-        ratio = ADAMW_RATIO if defaults["first_order"] == first_order.ADAMW else 1
-        settings["lr"] = lr * ratio if own is None else own
+        if defaults["first_order_lr"] is not None:
+            settings["lr"] = defaults["first_order_lr"]
+        elif defaults["first_order"] == first_order.ADAMW:
+            settings["lr_ratio"] = ADAMW_RATIO
         settings.setdefault("weight_decay", defaults["first_order_weight_decay"])
         return {**settings, "rule": defaults["first_order"]}
 
@@ -267,10 +285,10 @@ class VectorOptimizer(Optimizer):
 
     def _begin(self, layers: list[Layer], others: list[Other]) -> Begun:
         """All of a step but the writing of weights, momentum and the first-order rule's state."""
-        squares = [_square(layer.grad, layer.bias_grad) for layer in layers]
-        keep = self._may_step([*squares, *(_square(p.grad) for p, _ in others)])
+        inverse = self._inverse_scale(_device_of(layers, others))
+        squares = [_square(inverse, layer.grad, layer.bias_grad) for layer in layers]
+        keep = self._may_step([*squares, *(_square(inverse, p.grad) for p, _ in others)])
         self.begin_step()
-        inverse = self._inverse_scale(keep.device)
         factors = [-inverse if layer.group["maximize"] else inverse for layer in layers]
         found = [
             self.find_direction(layer, square, factor, keep)
@@ -337,15 +355,18 @@ def _for(p: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return scale.reshape(p.shape[0], *[1] * (p.dim() - 1)) if scale.dim() else scale
 
 
-def _square(grad: torch.Tensor | None, bias_grad: torch.Tensor | None = None) -> torch.Tensor:
-    """The squared norm of a layer's gradient: by rows, as what else is read of it in that pass."""
+def _square(inverse: Number, grad: torch.Tensor | None, bias_grad: torch.Tensor | None = None) -> torch.Tensor:
+    """The squared norm of a layer's gradient: by rows, as what else is read of it in that pass.
+
+    Without the loss scale, which may be so large that scaled gradients have no square in float32.
+    """
     if grad is None:
         raise TypeError("no gradient")
     wide = wide_dtype(grad)
     flat = grad.reshape(grad.shape[0], -1) if grad.dim() > 1 else grad.reshape(1, -1)
-    square: torch.Tensor = torch.linalg.vector_norm(flat, dim=1, dtype=wide).square().sum()
+    square: torch.Tensor = torch.linalg.vector_norm(times(flat.to(wide), inverse), dim=1).square().sum()
     if bias_grad is not None:
-        square = square + torch.linalg.vector_norm(bias_grad, dtype=wide).square()
+        square = square + torch.linalg.vector_norm(times(bias_grad.to(wide), inverse)).square()
     return square
 
 
@@ -362,20 +383,24 @@ def loss_scale(optimizer: Optimizer) -> Number:
     return 1.0
 
 
-def _check(defaults: dict[str, Any]) -> None:
-    for name in ("damping", "kl_clip"):
-        if not defaults[name] > 0:
-            raise ArgumentError(name, defaults[name], "give a positive number")
-    if isinstance(defaults["lr"], torch.Tensor):
-        if defaults["lr"].numel() != 1:
-            raise ArgumentError("lr", defaults["lr"], "give a tensor of one element")
-    elif not defaults["lr"] >= 0:
-        raise ArgumentError("lr", defaults["lr"], "give a number that is not negative")
-    for name in ("momentum", "weight_decay", "first_order_weight_decay"):
-        if not defaults[name] >= 0:
-            raise ArgumentError(name, defaults[name], "give a number that is not negative")
-    if not 0 < defaults["running_average"] <= 1:
-        raise ArgumentError("running_average", defaults["running_average"], "give the new value's weight, above 0 to 1")
+def check_hyperparameters(defaults: dict[str, Any]) -> None:
+    """Raises for a value that no step can be taken with; tensors are not looked at, which would wait for a device."""
+    for name in ("damping", "kl_clip", "output_damping"):
+        value = defaults.get(name)
+        if value is not None and not isinstance(value, torch.Tensor) and not 0 < value < math.inf:
+            raise ArgumentError(name, value, "give a positive number")
+    if isinstance(defaults["lr"], torch.Tensor) and defaults["lr"].numel() != 1:
+        raise ArgumentError("lr", defaults["lr"], "give a tensor of one element")
+    for name in ("lr", "momentum", "weight_decay", "first_order_weight_decay", "eps"):
+        value = defaults[name]
+        if not isinstance(value, torch.Tensor) and not 0 <= value < math.inf:
+            raise ArgumentError(name, value, "give a finite number that is not negative")
+    for beta in defaults["betas"]:
+        if not isinstance(beta, torch.Tensor) and not 0 <= beta < 1:
+            raise ArgumentError("betas", defaults["betas"], "give two numbers from 0 to below 1")
+    average = defaults["running_average"]
+    if not isinstance(average, torch.Tensor) and not 0 < average <= 1:
+        raise ArgumentError("running_average", average, "give the new value's weight, above 0 to 1")
     if defaults["first_order"] not in first_order.RULES:
         raise ArgumentError("first_order", defaults["first_order"], f"use one of {', '.join(first_order.RULES)}")
 
@@ -396,6 +421,10 @@ def parameters_of(model: nn.Module, params: Iterable[Any] | None) -> list[Any]:
     """The parameters or groups an optimizer gets: those given, or all of a model's."""
     if not isinstance(model, nn.Module):
         raise ArgumentError("model", type(model).__name__, "give the model, and its parameters as params")
+    if any(is_lazy(p) for p in model.parameters()):
+        raise ArgumentError("model", type(model).__name__, "has lazy layers; run it once before making an optimizer")
+    if any(p.is_complex() for p in model.parameters()):
+        raise ArgumentError("model", type(model).__name__, "has complex parameters, which are not supported")
     if any(is_distributed_tensor(p) for p in model.parameters()):
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
     if params is None:

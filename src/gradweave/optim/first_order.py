@@ -1,6 +1,7 @@
 """The rule for parameters that no vector covers: SGD with momentum, or AdamW.
 
-Both are guarded: where ``keep`` does not hold, on the device, nothing changes.
+Both are guarded: where ``keep`` does not hold, on the device, nothing changes. Arithmetic, and AdamW's state, are in
+float32 whatever the parameter's precision: squares of gradients, and what they lose in a step, are too small for less.
 """
 
 from __future__ import annotations
@@ -9,18 +10,29 @@ from typing import Any
 
 import torch
 
+from gradweave.optim.apply import new_momentum, wide_dtype
+
 SGD, ADAMW = "sgd", "adamw"
 RULES = (SGD, ADAMW)
 
 
 def prepare(p: torch.Tensor, state: dict[str, Any], rule: str) -> None:
     """Makes the state that a parameter lacks."""
-    keys = ("momentum_buffer",) if rule == SGD else ("exp_avg", "exp_avg_sq")
-    for key in keys:
+    if rule == SGD:
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = new_momentum(p)
+        return
+    for key in ("exp_avg", "exp_avg_sq"):
         if key not in state:
-            state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    if rule == ADAMW and "step" not in state:
+            state[key] = torch.zeros_like(p, dtype=wide_dtype(p), memory_format=torch.preserve_format)
+    if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+
+
+def rate_of(group: dict[str, Any]) -> Any:
+    """The learning rate of a group: a ratio to what schedulers and users change, which all groups share."""
+    lr, ratio = group["lr"], group.get("lr_ratio", 1.0)
+    return lr if ratio == 1.0 else lr * ratio
 
 
 def update(
@@ -30,7 +42,7 @@ def update(
 
     Args:
         p: The parameter.
-        grad: Its gradient, of the loss to be made small.
+        grad: Its gradient, of the loss to be made small, in the precision to compute in.
         state: As :func:`prepare` left it.
         group: Its hyperparameters.
         keep: Whether the update is to happen.
@@ -43,9 +55,10 @@ def update(
 
 def _sgd(p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any], keep: torch.Tensor) -> None:
     buffer = state["momentum_buffer"]
-    new = buffer * group["momentum"] + grad + p * group["weight_decay"]
-    buffer.copy_(torch.where(keep, new, buffer))
-    p.sub_(torch.where(keep, buffer, torch.zeros_like(buffer)) * group["lr"])
+    old = buffer.to(grad.dtype)
+    new = old * group["momentum"] + grad + p.to(grad.dtype) * group["weight_decay"]
+    buffer.copy_(torch.where(keep, new, old))
+    p.sub_((torch.where(keep, new, torch.zeros_like(new)) * rate_of(group)).to(p.dtype))
 
 
 def _adamw(
@@ -59,6 +72,5 @@ def _adamw(
     taken = step.clamp_min(1.0)
     mean = first / (1 - beta1**taken)
     size = (second / (1 - beta2**taken)).sqrt() + group["eps"]
-    lr = group["lr"]
-    change = (mean / size + p * group["weight_decay"]) * lr
+    change = (mean / size + p.to(grad.dtype) * group["weight_decay"]) * rate_of(group)
     p.sub_(torch.where(keep, change, torch.zeros_like(change)).to(p.dtype))

@@ -74,12 +74,12 @@ def _places(chunks, chunk, aligned: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first"])
-def measure_flat(chunks, gradients, squares, first, aligned: tl.constexpr, block: tl.constexpr):
-    """The square of a chunk of a gradient that has no vectors."""
+def measure_flat(chunks, gradients, squares, inverse, first, aligned: tl.constexpr, block: tl.constexpr):
+    """The square of a chunk of a gradient that has no vectors, without the loss scale."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunks + chunk * 4)
     at, mask = _places(chunks, chunk, aligned, block)
-    g = tl.load(_flat(gradients, tensor, aligned) + at, mask=mask, other=0.0)
+    g = tl.load(_flat(gradients, tensor, aligned) + at, mask=mask, other=0.0) * tl.load(inverse)
     tl.store(squares + chunk, tl.sum(g * g, 0))
 
 

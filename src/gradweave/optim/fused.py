@@ -22,7 +22,7 @@ import torch
 
 from gradweave.announce import announce
 from gradweave.optim.addresses import Addresses
-from gradweave.optim.first_order import SGD
+from gradweave.optim.first_order import SGD, rate_of
 from gradweave.optim.fused_inputs import (
     Other,
     Unsuitable,
@@ -274,7 +274,7 @@ class _Step:
         )
         for part in tables.chunk_segments:
             self.flat_kernels.measure_flat[(part.count,)](
-                tables.chunks, at["flat_gradients"], chunk_squares, part.first, part.aligned, BLOCKS.flat
+                tables.chunks, at["flat_gradients"], chunk_squares, scale, part.first, part.aligned, BLOCKS.flat
             )
 
     def _write(self, scale: torch.Tensor, taken: torch.Tensor) -> None:
@@ -325,7 +325,7 @@ class _Step:
 
 
 def _rate(group: dict[str, Any]) -> tuple[Number, bool]:
-    lr = group["lr"]
+    lr = rate_of(group)
     return (lr, True) if isinstance(lr, torch.Tensor) else (float(lr), False)
 
 

@@ -161,8 +161,9 @@ def gather(
 
 @triton.jit
 def _inverse(square, damping):
+    """One over a damped square; 0 for one that is so small that it has no inverse in float32."""
     bottom = square * (1 + damping)
-    return tl.where(bottom > 0, 1.0, 0.0) / tl.where(bottom > 0, bottom, 1.0)
+    return tl.where(bottom >= 4.7e-38, 1.0, 0.0) / tl.where(bottom >= 4.7e-38, bottom, 1.0)
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -59,7 +59,7 @@ class Given:
                 values[name] = value
         if values["first_order_weight_decay"] is None:
             values["first_order_weight_decay"] = values["weight_decay"]
-        return {**values, "rule": None, "output_damping": None}
+        return {**values, "rule": None, "output_damping": None, "lr_ratio": 1.0}
 
 
 OURS: dict[str, Any] = {"lr": 0.04, "damping": 0.01, "running_average": 0.3, "first_order": "adamw"}

@@ -58,8 +58,7 @@ class Layout:
         if self.kind == LINEAR:
             mask, x = _fitting(mask, x, samples), x[:samples]
             if mask is not None:
-                weights = mask.to(dtype)
-                return _sum_rows(x.to(dtype) * weights[..., None], self.inputs, dtype), weights.sum()
+                return _sum_rows(_masked(x, mask, dtype), self.inputs, dtype), mask.to(dtype).sum()
             return _sum_rows(x, self.inputs, dtype), float(x.numel() // self.inputs)
         x = x[:samples]
         if self.kind == TRANSPOSED:
@@ -87,7 +86,7 @@ class Layout:
         if self.kind == LINEAR:
             mask, gradient = _fitting(mask, gradient, samples), gradient[:samples]
             if mask is not None:
-                gradient = gradient.to(dtype) * mask.to(dtype)[..., None]
+                gradient = _masked(gradient, mask, dtype)
             return _sum_rows(gradient, self.outputs, dtype)
         gradient = gradient[:samples]
         if self.kind == TRANSPOSED:
@@ -110,6 +109,12 @@ def vector_dtype(x: torch.Tensor) -> torch.dtype:
 
 def _sum_rows(x: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
     return x.reshape(-1, width).sum(0, dtype=dtype)
+
+
+def _masked(x: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows times their weights; those that do not count may hold anything."""
+    weights = mask.to(dtype)[..., None]
+    return torch.where(weights != 0, x.to(dtype) * weights, torch.zeros((), dtype=dtype, device=x.device))
 
 
 def _fitting(mask: torch.Tensor | None, x: torch.Tensor, samples: int | None) -> torch.Tensor | None:

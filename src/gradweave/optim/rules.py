@@ -224,7 +224,7 @@ def _two_sided(
 
     def inner(alpha: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
         """What G loses in ``(I - beta b bᵀ) G (I - alpha a aᵀ) · G``."""
-        return (alpha * products_square + beta * rows_square - alpha * beta * across.square()).sum()
+        return (alpha * products_square + beta * rows_square - (alpha * across) * (beta * across)).sum()
 
     square = gradient_square - inner(twice_inputs, twice_outputs)
     agreement = gradient_square - inner(on_inputs, on_outputs)
@@ -315,9 +315,11 @@ def _present(outputs: torch.Tensor | None) -> torch.Tensor:
 
 
 def _inverse(size: torch.Tensor, damping: Number, manner: Manner) -> torch.Tensor:
-    """One over a damped size; 0 where there is no vector."""
+    """One over a damped size; 0 where there is no vector, or one that has faded away: its square has no inverse."""
     bottom = size * (1 + damping) if manner.relative else size + damping
-    return torch.where(bottom > 0, 1 / bottom, torch.zeros_like(bottom))
+    has_inverse = bottom >= 4 * torch.finfo(bottom.dtype).tiny
+    inverse = 1 / torch.where(has_inverse, bottom, torch.ones_like(bottom))
+    return torch.where(has_inverse, inverse, torch.zeros_like(bottom))
 
 
 def _positive(square: torch.Tensor, gradient_square: torch.Tensor) -> torch.Tensor:
