@@ -179,6 +179,37 @@ def test_rows_without_a_gradient_stay_whatever_momentum_they_have(cls):
     assert float(optimizer.state[model[1].weight]["momentum_buffer"].abs().max()) > 0
 
 
+@every
+@pytest.mark.parametrize("size", [1e-19, 1e-20, 1e-23])
+def test_vectors_that_have_faded_away(cls, size):
+    """Their squares have no inverse in float32: there the gradient is used as it is."""
+    model = nn.ModuleList([nn.Linear(20, 20, bias=False), nn.Conv2d(4, 4, 3, groups=4, bias=False)])
+    optimizer = cls(model, lr=0.1)
+    for layer in model:
+        optimizer.state[layer.weight]["input_vector"].fill_(size)
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+        before = copy.deepcopy(model)
+        optimizer.step()
+        assert all(p.isfinite().all() for p in model.parameters())
+        assert all((p != q).all() for p, q in zip(model.parameters(), before.parameters(), strict=True))
+
+
+@every
+def test_a_loss_scale_that_gradients_have_no_square_with(cls):
+    compare(
+        lambda: nn.ModuleList([nn.Linear(5, 20), nn.LayerNorm(33)]), cls, loss_scale=2.0**80, prepare=_scaled(2.0**80)
+    )
+
+
+def _scaled(scale):
+    def prepare(optimizer, _):
+        optimizer.grad_scale = torch.tensor(scale)
+
+    return prepare
+
+
 def test_gradients_of_zeros_at_first_and_later():
     """A layer that was not used leaves no vector behind, and loses none."""
 

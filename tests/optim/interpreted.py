@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,6 +39,24 @@ interpreter.TensorHandle.set_attr = _set_true_attr
 # On a GPU the larger of a number and what is not one is the number, also where a whole tensor is reduced.
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
+
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _create_true_dot(self, a, b, *rest):
+    """As Triton's, which takes the bits of bfloat16 for whole numbers."""
+
+    def wide(x):
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        numbers = (x.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(numbers, tl.float32)
+
+    return _create_dot(self, wide(a), wide(b), *rest)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_true_dot
 
 
 class _Launch:

@@ -534,17 +534,50 @@ def test_copies_that_autocast_has_made_are_read_in_place_of_inputs(change, monke
 
 
 @pytest.mark.parametrize("samples", [None, 2])
-def test_copies_of_convolutions_and_of_some_samples(samples):
-    """In float16: the interpreter multiplies no matrices in bfloat16."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_copies_of_convolutions_and_of_some_samples(samples, dtype):
     model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(2), nn.Linear(16, 5), nn.Linear(5, 2))
-    x = torch.randn(6, 3, 4, 4).half().float()
+    x = torch.randn(6, 3, 4, 4).to(dtype).float()
 
     def backward(model):
-        with torch.autocast("cpu", torch.float16):
+        with torch.autocast("cpu", dtype):
             out = model(x)
         out.float().square().mean().backward()
 
     assert_same_records(model, EvaF, backward, samples=samples)
+
+
+@every
+def test_backwards_that_give_the_weight_nothing(cls):
+    """Neither the attack on an input nor weights that somebody else gives are counted."""
+    model = make_mlp()
+    x = torch.randn(5, model[0].in_features, requires_grad=True)
+
+    def backward(model):
+        torch.autograd.grad(loss(model, x), x)
+        others = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, others, (x,)).sum().backward()
+        value = loss(model, x)
+        torch.autograd.grad(value, x, retain_graph=True)
+        value.backward()
+
+    assert_same_records(model, cls, backward)
+    optimizer = cls(model)
+    backward(model)
+    assert [int(optimizer.state[layer.weight]["record"][layer.in_features]) for layer in model[::2]] == [5, 5, 5]
+
+
+def test_an_adapter_behind_a_layer_has_an_input_of_its_own():
+    model, adapter = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), nn.Linear(6, 6)
+    model[0].register_forward_hook(lambda *given: adapter(given[-1]))
+    x = (torch.randn(5, 6) + 3).bfloat16().float()
+
+    def backward(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+        out.float().square().mean().backward()
+
+    assert_same_records(model, EvaF, backward)
 
 
 def test_an_input_that_is_changed_now_and_then_is_left_out_and_not_trusted_again():
