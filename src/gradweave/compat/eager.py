@@ -306,24 +306,25 @@ def mark_stepped(optimizer: Optimizer) -> None:
 
 def will_be_accumulated(param: torch.Tensor) -> bool:
     """Whether the backward that is now running puts a leaf's gradient into ``.grad``, and does not return it."""
+    return _is_reached(param, if_returned=False)
+
+
+def gets_gradient(param: torch.Tensor) -> bool:
+    """Whether the backward that is now running computes a leaf's gradient, to put it into ``.grad`` or to return it."""
+    return _is_reached(param, if_returned=True)
+
+
+def _is_reached(param: torch.Tensor, *, if_returned: bool) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
     except RuntimeError:  # of a leaf that torch.autograd.grad() was asked for
-        return False
+        return if_returned
 
 
 def teller_of_whole_backwards() -> Callable[[], bool]:
     """What tells whether the backward that is now running goes to every leaf, and not to some that were asked for."""
     elsewhere = torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
     return partial(torch._C._will_engine_execute_node, elsewhere)
-
-
-def gets_gradient(param: torch.Tensor) -> bool:
-    """Whether the backward that is now running computes a leaf's gradient, to put it into ``.grad`` or to return it."""
-    try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))
-    except RuntimeError:  # of a leaf that torch.autograd.grad() was asked for
-        return True
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
