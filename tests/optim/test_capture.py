@@ -389,6 +389,7 @@ def test_masks_inside_of_each_other_and_rows_that_hold_anything():
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_an_attention_without_any_keys(padded):
+    """Nothing is divided by none."""
     module = nn.MultiheadAttention(4, 2, batch_first=True)
     optimizer = EvaF(module)
     q, k = torch.randn(1, 3, 4), torch.randn(1, 3 if padded else 0, 4)
@@ -396,6 +397,18 @@ def test_an_attention_without_any_keys(padded):
     with optimizer.padding_mask(mask) if padded else nullcontext():
         module(q, k, k.clone())[0].sum().backward()
     assert optimizer.state[module.in_proj_weight]["record"].isfinite().all()
+
+
+def test_an_attention_whose_mask_has_weights():
+    module = nn.MultiheadAttention(4, 2, batch_first=True)
+    optimizer = EvaF(module)
+    q, k = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    context = optimizer.padding_mask(torch.full((1, 3), 0.1))
+    with context, context:
+        module(q, k, k)[0].sum().backward()
+    assert optimizer._capture.masking.mask is None
+    record = optimizer.state[module.in_proj_weight]["record"]
+    assert torch.allclose(record[4:8] / record[-1], k.mean((0, 1)), atol=1e-5)
 
 
 def test_nested_tensors_are_left_alone():

@@ -541,3 +541,23 @@ def test_models_that_are_not_ready_are_refused(cls):
         cls(nn.Linear(4, 3, dtype=torch.complex64))
     with pytest.raises(ArgumentError, match="model="):
         cls(nn.Linear(4, 0))
+
+
+@captured
+def test_groups_of_layers_in_any_order_with_no_limit(cls):
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    params = [*model[1].parameters(), *model[0].parameters()]
+    optimizer = cls(model, [{"params": params, "rule": "vectors"}], faithful=True, kl_clip=float("inf"), lr=1e-3)
+    loss_of(model, torch.randn(6, 4)).backward()
+    optimizer.step()
+    assert weights(model).isfinite().all()
+
+
+@every
+def test_empty_parameters(cls):
+    model = nn.Sequential(nn.Linear(4, 3))
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    optimizer = cls(model)
+    (loss_of(model, torch.randn(6, 4)) + model.empty.sum()).backward()
+    optimizer.step()
+    assert weights(model).isfinite().all()

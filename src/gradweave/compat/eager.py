@@ -321,12 +321,6 @@ def _is_reached(param: torch.Tensor, *, if_returned: bool) -> bool:
         return if_returned
 
 
-def teller_of_whole_backwards() -> Callable[[], bool]:
-    """What tells whether the backward that is now running goes to every leaf, and not to some that were asked for."""
-    elsewhere = torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
-    return partial(torch._C._will_engine_execute_node, elsewhere)
-
-
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether somebody is called when backward comes to a module, or leaves it."""
     return bool(module._backward_hooks) or bool(module._backward_pre_hooks)

@@ -58,7 +58,8 @@ class AttentionTap(Tap):
 def _ratio(count: float | torch.Tensor, places: float | torch.Tensor) -> float | torch.Tensor:
     """How many of one there are for each of another; 0 where there is no other."""
     if isinstance(places, torch.Tensor):
-        return torch.where(places > 0, count / places.clamp_min(1), torch.zeros_like(places))
+        divisor = torch.where(places > 0, places, torch.ones_like(places))
+        return torch.where(places > 0, count / divisor, torch.zeros_like(places))
     return count / places if places else 0.0
 
 

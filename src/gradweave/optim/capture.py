@@ -183,7 +183,7 @@ class Tap:
         Args:
             is_apart: Whether weight gradients are computed apart from backward, which then does not say.
         """
-        return is_apart or self.catcher.goes_everywhere() or gets_gradient(self.weight)
+        return is_apart or gets_gradient(self.weight)
 
     def weight_of(self, module: nn.Module) -> torch.Tensor:
         """The weight whose gradient the vectors belong to."""
@@ -249,10 +249,11 @@ class Masked:
     def __init__(self, masking: Masking, mask: torch.Tensor) -> None:
         self._masking = masking
         self._mask = mask
-        self._outside: torch.Tensor | None = None
+        self._outside: list[torch.Tensor | None] = []
 
     def __enter__(self) -> None:
-        self._outside, self._masking.mask = self._masking.mask, self._mask
+        self._outside.append(self._masking.mask)
+        self._masking.mask = self._mask
 
     def __exit__(self, *_: object) -> None:
-        self._masking.mask = self._outside
+        self._masking.mask = self._outside.pop()

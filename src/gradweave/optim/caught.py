@@ -30,7 +30,6 @@ from gradweave.compat.eager import (
     lasting_node,
     saved_tensors_hooks,
     stream_teller,
-    teller_of_whole_backwards,
     version_of,
     watchers,
 )
@@ -316,7 +315,6 @@ class Catcher:
         self._held_bytes = 0
         self._counted: list[tuple[Any, ...]] = []
         self._ends = NO_BACKWARD
-        self.goes_everywhere = teller_of_whole_backwards()
         self._together: dict[Any, Together] = {}
         self._tables: dict[Any, _Table] = {}
         self._in_graphs: dict[int, Any] = {}

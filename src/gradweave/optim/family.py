@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -162,7 +164,9 @@ class VectorOptimizer(Optimizer):
         group["params"] = given = [given] if isinstance(given, torch.Tensor) else list(given)
         if group["rule"] == VECTORS:
             params = [p[1] if isinstance(p, tuple) else p for p in given]
-            if list(map(id, self.covered(params))) != list(map(id, params)):
+            starts = [place for place, p in enumerate(params) if p.dim() >= 2 or place == 0]
+            layers = [params[start:end] for start, end in pairwise([*starts, len(params)])]
+            if any(list(map(id, self.covered(layer))) != list(map(id, layer)) for layer in layers):
                 raise ArgumentError(
                     "rule", VECTORS, "is for weights that have vectors, each followed by its bias; leave the rule out"
                 )
@@ -363,7 +367,7 @@ def _square(inverse: Number, grad: torch.Tensor | None, bias_grad: torch.Tensor 
     if grad is None:
         raise TypeError("no gradient")
     wide = wide_dtype(grad)
-    flat = grad.reshape(grad.shape[0], -1) if grad.dim() > 1 else grad.reshape(1, -1)
+    flat = grad.flatten(1) if grad.dim() > 1 else grad.reshape(1, -1)
     square: torch.Tensor = torch.linalg.vector_norm(times(flat.to(wide), inverse), dim=1).square().sum()
     if bias_grad is not None:
         square = square + torch.linalg.vector_norm(times(bias_grad.to(wide), inverse)).square()
@@ -385,9 +389,9 @@ def loss_scale(optimizer: Optimizer) -> Number:
 
 def check_hyperparameters(defaults: dict[str, Any]) -> None:
     """Raises for a value that no step can be taken with; tensors are not looked at, which would wait for a device."""
-    for name in ("damping", "kl_clip", "output_damping"):
+    for name, most in (("damping", sys.float_info.max), ("output_damping", sys.float_info.max), ("kl_clip", math.inf)):
         value = defaults.get(name)
-        if value is not None and not isinstance(value, torch.Tensor) and not 0 < value < math.inf:
+        if value is not None and not isinstance(value, torch.Tensor) and not 0 < value <= most:
             raise ArgumentError(name, value, "give a positive number")
     if isinstance(defaults["lr"], torch.Tensor) and defaults["lr"].numel() != 1:
         raise ArgumentError("lr", defaults["lr"], "give a tensor of one element")
