@@ -27,7 +27,7 @@ def mark_fused(optimizer: Optimizer, fusion: object | None) -> None:
     """Notes on an optimizer that a fusion has its updates done; None that it no longer does."""
     if fusion is not None:
         setattr(optimizer, _FUSED, fusion)
-    else:
+    elif hasattr(optimizer, _FUSED):
         delattr(optimizer, _FUSED)
 
 

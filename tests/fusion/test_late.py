@@ -12,7 +12,7 @@ class Source:
     """A gradient of ones that notes what it is asked."""
 
     def __init__(self, like=None):
-        self.like = torch.empty(3) if like is None else like.detach()
+        self.like = torch.empty(3) if like is None else like.detach().clone()
         self.asked = []
 
     def settle(self):

@@ -242,6 +242,25 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
+outside_of_graphs: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+"""Decorates a function that Dynamo is to call between two graphs; unlike ``torch.compiler.disable``, it imports Dynamo
+only when it is called."""
+
+
+def is_compiled_outside(module: torch.nn.Module) -> bool:
+    """Whether a module is what ``torch.compile(module)`` returns: its own hooks run outside of what is compiled."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Context in which no mode sees, or traces, the operations that run."""
+    if watchers() == 0:
+        return nullcontext()
+    return torch.utils._python_dispatch._disable_current_modes()
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """What names the memory behind a tensor, the same for all views of it."""
     return int(tensor.untyped_storage()._cdata)
@@ -259,7 +278,7 @@ def add_one(tensors: list[torch.Tensor]) -> None:
 
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors share a tensor's memory, itself included."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # without the one that is asked here
 
 
 def free_matmul_workspaces() -> None:

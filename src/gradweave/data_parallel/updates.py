@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.compat.eager import no_torch_function, without_function_mode
-from gradweave.data_parallel.gradients import pending_class
 from gradweave.data_parallel.held_back import HeldBack
 from gradweave.data_parallel.reducer import Reducer
 from gradweave.fusion.buckets import Bucket
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.norms import NormTracker
-from gradweave.fusion.pending import restore
+from gradweave.fusion.pending import restore, show
 
 
 class AveragedUpdates(ForwardEngine):
@@ -29,8 +27,6 @@ class AveragedUpdates(ForwardEngine):
     def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: Reducer) -> None:
         super().__init__(model, optimizer, NormTracker(enabled=False))
         self._reducer = reducer
-        self._shown_classes: dict[int, type[torch.Tensor]] = {}
-        self._shown: dict[int, list[torch.Tensor]] = {}
 
     def resolve(self, p: nn.Parameter) -> None:
         """Brings a parameter up to date if its update is pending."""
@@ -39,35 +35,25 @@ class AveragedUpdates(ForwardEngine):
     def discard(self) -> None:
         """Forgets what is pending: weights stay as they are, and the optimizer's state."""
         for update in self._pending.values():
-            restore(update.bucket.params, self._guards)
             for p in update.bucket.params:
+                show(p, None)
+                restore(p)
                 p.grad = None
         self._pending.clear()
-        self._shown.clear()
+        self._of_gradient.clear()
         if self._state is not None:
             self.optimizer.state, self._state = self._state, None
 
-    def before_step(self, is_last: bool) -> None:
-        """As in forward-fusion, but gradients can still be seen."""
-        super().before_step(is_last)
-        for update in self._pending.values():
-            shown_class = self._shown_class(update.bucket.number)
-            self._shown[update.bucket.number] = []
-            for p, grad in zip(update.bucket.params, update.grads, strict=True):
-                with no_torch_function():
-                    shown = grad.view_as(grad)
-                shown.__class__ = shown_class
-                p.grad = shown
-                self._shown[update.bucket.number].append(shown)
+    def _is_ours_to_hold(self, grad: torch.Tensor | None) -> bool:
+        """A gradient is a part of the reducer's message, which nothing else refers to."""
+        return grad is not None and grad.layout is torch.strided
 
-    def _shown_class(self, number: int) -> type[torch.Tensor]:
-        if number not in self._shown_classes:
-            self._shown_classes[number] = pending_class(partial(partial, self._show, number))
-        return self._shown_classes[number]
-
-    def _show(self, number: int) -> None:
-        if number in self._pending:
-            self._resolve(self._pending[number])
+    def _seen(self, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """The gradient itself has a class of the reducer's while it is averaged."""
+        with no_torch_function():
+            seen = grad.view_as(grad)
+        seen.__class__ = self._gradient_class
+        return seen
 
     def _make_visible(self, update: Any) -> None:
         """Uses the time until gradients arrive for updates whose gradients have arrived."""
@@ -85,8 +71,6 @@ class AveragedUpdates(ForwardEngine):
     def _show_update(self, update: Any) -> None:
         with without_function_mode(HeldBack):  # which looks at every function that is called in a forward
             super()._make_visible(update)
-        for grad in self._shown.pop(update.bucket.number, ()):
-            grad.__class__ = torch.Tensor
 
     def _learned(self, params: list[nn.Parameter]) -> None:
         super()._learned(params)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
+from typing import Literal, get_args
 from weakref import ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.compat.eager import load_hooks
@@ -31,25 +31,37 @@ from gradweave.marks import (
     mark_fused,
 )
 from gradweave.module_hook import ModuleHook
+from gradweave.optimizers import without_wrapper
 
-MODES = ("auto", "forward", "backward")
+Mode = Literal["auto", "forward", "backward"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 
-def fuse(model: nn.Module, optimizer: Optimizer, mode: str = "auto", *, track_grad_norm: bool = False) -> Fusion:
+def fuse(
+    model: nn.Module,
+    optimizer: Optimizer,
+    mode: Mode = "auto",
+    *,
+    allow_backward: bool = False,
+    track_grad_norm: bool = False,
+) -> Fusion:
     """Moves an optimizer's updates into backward, or into the next forward, under an unchanged loop.
 
     Parameters and optimizer state stay bit for bit what the same optimizer makes of them in stock
-    order. ``optimizer.step()`` remains the call that ends a step; after it, ``.grad`` may not be
-    read until the next backward.
+    order. ``optimizer.step()`` remains the call that ends a step.
 
     Args:
         model: The model whose forward and backward are run; wrapped or not.
-        optimizer: Any optimizer that treats its parameters independently.
-        mode: ``"backward"`` updates a bucket of parameters as soon as its gradients are final and
-            frees them at once; it cannot serve what needs all gradients, such as clipping by norm.
-            ``"forward"`` updates a bucket before its next use, on CUDA beside the next forward; it
-            works with clipping, scaling and accumulation. ``"auto"`` finds out what the loop needs,
-            measures, and keeps the fastest, stock order included.
+        optimizer: Any optimizer that treats its parameters independently; also as Accelerate or
+            Lightning has wrapped it.
+        mode: ``"forward"`` updates a bucket of parameters before its next use, on CUDA beside the
+            next forward; it works with clipping, scaling and accumulation, and gradients stay where
+            they are. ``"backward"`` updates a bucket as soon as its gradients are final and frees
+            them at once, before the loop can look at them: it cannot serve clipping by norm, nor a
+            loop that leaves out a step. ``"auto"`` measures and keeps the fastest of what it can
+            undo: stock order and forward.
+        allow_backward: Let ``"auto"`` try backward too, for a loop that calls ``step()`` after
+            every ``backward()`` and never uses ``.grad``.
         track_grad_norm: Keep what :meth:`Fusion.grad_norm` needs; costs a read of each gradient.
 
     Returns:
@@ -57,19 +69,29 @@ def fuse(model: nn.Module, optimizer: Optimizer, mode: str = "auto", *, track_gr
     """
     if mode not in MODES:
         raise ArgumentError("mode", mode, f"use one of {', '.join(MODES)}")
+    if allow_backward and mode != "auto":
+        raise ArgumentError("allow_backward", allow_backward, f'is for mode="auto"; leave it out with mode={mode!r}')
     check_is_module(model)
-    _check_optimizer(optimizer)
-    _check_model(model, optimizer, mode)
-    if not begins_whole(optimizer):
-        check_independent(optimizer)
-    elif mode != "forward":
-        raise ArgumentError(
-            "mode",
-            mode,
-            f"{type(optimizer).__name__} decides over all gradients whether a step is taken, and no update can begin "
-            'in backward; use mode="forward"',
-        )
-    return Fusion(model, optimizer, mode, track_grad_norm=track_grad_norm)
+    own = without_wrapper(optimizer)
+    _check_optimizer(own)
+    _check_model(model, own, mode)
+    never = ""
+    if begins_whole(own):
+        if mode == "backward" or allow_backward:
+            raise ArgumentError(
+                "mode" if mode == "backward" else "allow_backward",
+                mode if mode == "backward" else allow_backward,
+                f"{type(own).__name__} decides over all gradients whether a step is taken, and no update can begin "
+                'in backward; use mode="forward"',
+            )
+    else:
+        try:
+            check_independent(own, remedy="train without fuse()")
+        except ArgumentError as refusal:
+            if mode != "auto":
+                raise
+            never = f"{type(own).__name__} {refusal.remedy}"
+    return Fusion(model, own, mode, allow_backward=allow_backward, never=never, track_grad_norm=track_grad_norm)
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -109,6 +131,10 @@ def _check_model(model: nn.Module, optimizer: Optimizer, mode: str) -> None:
     own = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         for p in group["params"]:
+            if isinstance(p, nn.UninitializedParameter):
+                raise ArgumentError(
+                    "model", "a lazy module", "its parameters have no shape yet; run a batch through the model first"
+                )
             if is_distributed_tensor(p):
                 raise ArgumentError("model", "FSDP", "sharded parameters are not supported yet; train without fuse()")
             if id(p) not in own:
@@ -173,34 +199,54 @@ class _Mark(ModuleHook):
         return _Mark, ()
 
 
-def _mark_owners(model: nn.Module, optimizer: Optimizer, fusion: Fusion) -> list[RemovableHandle]:
-    """Leaves a mark where each parameter lives; a hook on loading costs nothing in training."""
+def _mark_owners(model: nn.Module, optimizer: Optimizer, fusion: Fusion, undo: ExitStack) -> None:
+    """Leaves a mark where each parameter lives; a hook on loading costs nothing in training.
+
+    A ScriptModule takes no mark: its owner has it.
+    """
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    marks = []
     for module in model.modules():
-        params = frozenset(id(p) for p in module.parameters(recurse=False)) & own
-        if params:
-            marks.append(module.register_load_state_dict_post_hook(_Mark(params, ref(fusion))))
-    return marks
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        scripted = [child for child in module.children() if isinstance(child, torch.jit.ScriptModule)]
+        params = [*module.parameters(recurse=False), *(p for child in scripted for p in child.parameters())]
+        marked = frozenset(map(id, params)) & own
+        if marked:
+            mark = module.register_load_state_dict_post_hook(_Mark(marked, ref(fusion)))
+            undo.callback(mark.remove)
 
 
 class Fusion:
     """What :func:`fuse` returns: a hold on the attachment."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, mode: str, *, track_grad_norm: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        mode: Mode,
+        *,
+        allow_backward: bool,
+        never: str,
+        track_grad_norm: bool,
+    ) -> None:
         self.mode = mode
         self.optimizer = optimizer
         self._norms = NormTracker(enabled=track_grad_norm)
         self._engine: AutoEngine | BackwardEngine | ForwardEngine | None
-        if mode == "backward":
-            self._engine = BackwardEngine(optimizer, self._norms)
-        elif mode == "forward":
-            self._engine = ForwardEngine(model, optimizer, self._norms)
-        else:
-            self._engine = AutoEngine(model, optimizer, self._norms)
-        self._hooks = StepHooks(optimizer, self._engine.before_step, self._engine.after_step)
-        self._marks = _mark_owners(model, optimizer, self)
-        mark_fused(optimizer, self)
+        with ExitStack() as undo:  # whatever fails on the way, nothing stays behind
+            if mode == "backward":
+                self._engine = BackwardEngine(optimizer, self._norms)
+            elif mode == "forward":
+                self._engine = ForwardEngine(model, optimizer, self._norms)
+            else:
+                self._engine = AutoEngine(model, optimizer, self._norms, allow_backward=allow_backward, never=never)
+            undo.callback(self._engine.detach)
+            hooks = StepHooks(optimizer, self._engine.before_step, self._engine.after_step)
+            undo.callback(hooks.remove)
+            _mark_owners(model, optimizer, self, undo)
+            undo.callback(mark_fused, optimizer, None)
+            mark_fused(optimizer, self)
+            self._undo = undo.pop_all()
 
     def __enter__(self) -> Fusion:
         return self
@@ -221,12 +267,8 @@ class Fusion:
     def detach(self) -> None:
         """Applies what is pending and lets go: the model and ``step()`` are stock again."""
         if self._engine is not None:
-            engine, self._engine = self._engine, None
-            self._hooks.remove()
-            for mark in self._marks:
-                mark.remove()
-            mark_fused(self.optimizer, None)
-            engine.detach()
+            self._engine = None
+            self._undo.close()
 
     @contextmanager
     def no_update(self) -> Iterator[None]:

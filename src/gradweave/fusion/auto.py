@@ -1,21 +1,25 @@
-"""Choosing a mode: by what the loop needs, then by measurement, with stock order to fall back on."""
+"""Choosing a mode: by what is allowed, then by measurement, with stock order to fall back on."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
+from gradweave.compat.eager import is_being_traced
 from gradweave.fusion.backward import BackwardEngine
-from gradweave.fusion.forward import ForwardEngine
+from gradweave.fusion.forward import COMPILED, TRACED, ForwardEngine, why_never
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.observe import LoopObserver
+from gradweave.module_hook import ModuleHook
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 4
@@ -28,12 +32,23 @@ _AS_GOOD = 0.99
 
 
 class AutoEngine:
-    """Observes a step, then tries the modes the loop allows in turn, then keeps the fastest.
+    """Tries the modes that are allowed in turn, then keeps the fastest.
 
-    Whatever is being tried, the result is the same bit for bit.
+    Whatever is being tried, the result is the same bit for bit. By itself it does only what it can undo: stock order
+    and forward, which defers updates but loses nothing. Backward changes weights before the loop can look at the
+    gradients; with ``allow_backward`` a step in stock order is observed first, which may rule it out.
+
+    Args:
+        model: The model.
+        optimizer: The optimizer.
+        norms: Keeps gradient norms.
+        allow_backward: Whether backward may be tried.
+        never: Why stock order is all that the optimizer allows; empty if it allows more.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, norms: NormTracker) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, norms: NormTracker, *, allow_backward: bool, never: str
+    ) -> None:
         self.optimizer = optimizer
         self.chosen: str | None = None
         self._model = model
@@ -44,10 +59,25 @@ class AutoEngine:
         self._engine: BackwardEngine | ForwardEngine | None = None
         self._times: dict[str, list[float]] = {}
         self._candidates: list[str] = []
-        if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        entered = ModuleHook(self._entered, when_compiled=self._seen_by_a_compiler)
+        self._on_model = model.register_forward_pre_hook(entered, prepend=True)
+        try:
+            self._begin(never, allow_backward=allow_backward)
+        except BaseException:
+            self.detach()
+            raise
+
+    def _begin(self, never: str, *, allow_backward: bool) -> None:
+        model, optimizer = self._model, self.optimizer
+        never = never or why_never(model)
+        if never:
+            self._settle_for_stock(never)
+        elif any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
             self._start_trials(["stock", "forward"], "DDP averages gradients after they arrive")
-        else:
+        elif allow_backward:
             self._observer = LoopObserver(optimizer)
+        else:
+            self._start_trials(["stock", "forward"], "backward only with allow_backward=True")
 
     @property
     def accumulating(self) -> bool:
@@ -64,6 +94,7 @@ class AutoEngine:
 
     def detach(self) -> None:
         """Lets go of whatever is attached."""
+        self._on_model.remove()
         if self._observer is not None:
             self._observer.detach()
         self._use("stock", keep_guards=False)
@@ -89,14 +120,18 @@ class AutoEngine:
             return "observing the first step"
         if self.chosen is None:
             return f"measuring {', '.join(self._candidates)}; {self._reason}"
-        timed = ", ".join(f"{name} {median(times) * 1e3:.3f} ms" for name, times in self._times.items())
+        timed = "".join(f"{name} {median(times) * 1e3:.3f} ms, " for name, times in self._times.items() if times)
+        if timed and self.chosen == "stock":
+            timed += f"and another is kept only if it is {1 - WORTH_IT:.0%} faster, and faster in every round; "
         doing = self._engine.describe() if self._engine is not None else "updates at step()"
-        return f"chose {self.chosen} ({timed} per step; {self._reason}): {doing}"
+        return f"chose {self.chosen} ({timed}{self._reason}): {doing}"
 
     def _use(self, name: str, *, keep_guards: bool = True) -> None:
-        if self._engine is not None:
-            self._engine.detach(keep_guards=keep_guards)
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if isinstance(engine, BackwardEngine):
+            engine.detach(keep_guards=keep_guards)
+        elif engine is not None:
+            engine.detach()
         if name == "backward":
             self._engine = BackwardEngine(self.optimizer, self._norms)
         elif name == "forward":
@@ -117,6 +152,8 @@ class AutoEngine:
             attached.after_step()
         if self._observer is not None:
             self._end_observation(self._observer)
+        elif isinstance(self._engine, ForwardEngine) and self._engine.stopped:
+            self._settle_for_stock(self._engine.stopped)
         elif self.chosen is None:
             self._advance()
 
@@ -135,6 +172,24 @@ class AutoEngine:
         self._schedule = candidates * ROUNDS
         self._step = 0
         self._use(self._schedule[0])
+
+    def _settle_for_stock(self, reason: str) -> None:
+        """Stock order from now on, unmeasured: said once."""
+        self.chosen = "stock"
+        self._reason = reason
+        self._times = {}
+        self._on_model.remove()
+        self._use("stock", keep_guards=False)
+        announce(f"fuse: updates stay at step(), in stock order: {reason}", level=logging.WARNING)
+
+    def _entered(self, *_: Any) -> None:
+        """What is made of a model while stock order is tried would not ask for weights later either."""
+        if is_being_traced() and self.chosen != "stock":
+            self._settle_for_stock(TRACED)
+
+    def _seen_by_a_compiler(self) -> None:
+        if self.chosen != "stock":
+            self._settle_for_stock(COMPILED)
 
     def _advance(self) -> None:
         """One step of the current trial is over."""
@@ -166,4 +221,6 @@ class AutoEngine:
         always = all(a < b for a, b in zip(self._times[best], self._times["stock"], strict=True))
         self.chosen = best if always and fused[best] <= WORTH_IT * typical["stock"] else "stock"
         self._use(self.chosen)
+        if self.chosen == "stock":
+            self._on_model.remove()
         announce(f"fuse: {self.describe()}")

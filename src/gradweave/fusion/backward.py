@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat.eager import at_end_of_backward, current_backward, gradient_hooks
+from gradweave.compat.eager import at_end_of_backward, current_backward, gradient_hooks, storage_users
 from gradweave.errors import GradweaveError
 from gradweave.fusion.beside import UpdatesBeside
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups, same_objects
@@ -20,6 +20,7 @@ from gradweave.fusion.hooks import HiddenParams
 from gradweave.fusion.late import settle_gradients
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
+from gradweave.replicas import digest
 
 _MOST_BUCKETS = 24
 """On a GPU: so that about a twenty-fourth of the gradients is alive at a time."""
@@ -51,17 +52,22 @@ class BackwardEngine:
         self._hooks: list[Any] = []
         self._watched: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._watched_in = -1
+        self._watched_whole = False
+        self._weights: dict[nn.Parameter, torch.Tensor] = {}
         self._spent: list[tuple[Sequence[nn.Parameter], list[GradientGuard], list[int]]] = []
         self._stale = False
         self._applied: list[Bucket] = []
         self._settings: list[dict[str, Any]] | None = None
         self._running: set[int] = set()
         self._steps = 0
-        self._on_state = [
-            optimizer.register_load_state_dict_post_hook(lambda _: self.accept_partial()),
-            optimizer.register_state_dict_pre_hook(lambda _: self._hidden.restore()),
-        ]
-        self._watch()
+        self._on_state: list[Any] = []
+        try:
+            self._on_state.append(optimizer.register_load_state_dict_post_hook(lambda _: self.accept_partial()))
+            self._on_state.append(optimizer.register_state_dict_pre_hook(lambda _: self._hidden.restore()))
+            self._watch()
+        except BaseException:
+            self.detach()
+            raise
 
     def detach(self, *, keep_guards: bool = False) -> None:
         """Takes every hook away; ``.grad`` is then what is left for a stock step.
@@ -127,11 +133,27 @@ class BackwardEngine:
         self._check_gradient(p.grad)
         running = current_backward()
         if running != self._watched_in:
-            self._watched_in = running
-            if all(q is p or q.grad is None for q in self._watched):
-                self._watched.clear()
+            self._begin_watching(p, running)
         self._watched[p] = (p.grad, p._version)
         p.grad = self._guards[p]
+
+    def _begin_watching(self, p: nn.Parameter, running: int) -> None:
+        """The first gradient of a backward: those of one before must have been used, or it must have failed."""
+        if self._watched and all(q is p or q.grad is None for q in self._watched):
+            if self._watched_whole and self._steps > 0:
+                raise GradweaveError(
+                    'gradients of a backward were cleared without a step(): mode="backward" would have updated the '
+                    f"weights with them; no weight has been changed; {REMEDY}"
+                )
+            self._watched.clear()
+        self._watched_in = running
+        self._watched_whole = False
+        at_end_of_backward(self._end_watched_backward)
+        with torch.no_grad():
+            self._weights = {q: digest(q.detach()) for q in self._known}
+
+    def _end_watched_backward(self) -> None:
+        self._watched_whole = True
 
     def _check_gradient(self, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -272,6 +294,7 @@ class BackwardEngine:
         """Gradients must not have been replaced, nor weights changed, since backward."""
         spent = self._spent
         if self._watching:
+            self._check_watched()
             watched = list(self._watched)
             spent = [(watched, [self._guards[p] for p in watched], [v for _, v in self._watched.values()])]
         for params, guards, versions in spent:
@@ -283,6 +306,19 @@ class BackwardEngine:
                         'a weight was changed between backward() and step(): mode="backward" updates it during '
                         f"backward, so that the order would differ from stock; change it after step(), or {REMEDY}"
                     )
+
+    def _check_watched(self) -> None:
+        """What the versions of tensors do not tell: weights changed through .data, gradients that are parts of others."""
+        if any(not torch.equal(digest(p.detach()), before) for p, before in self._weights.items()):
+            raise GradweaveError(
+                'a weight was changed through .data between backward() and step(): mode="backward" updates it during '
+                f"backward, so that the order would differ from stock; change it after step(), or {REMEDY}"
+            )
+        if any(storage_users(grad) > 1 for grad, _ in self._watched.values()):
+            raise GradweaveError(
+                'a .grad shares its memory with another tensor (a flat buffer of gradients?): mode="backward" frees '
+                f"gradients during backward, so that the other would not see them; {REMEDY}"
+            )
 
     def _count(self) -> int:
         return sum(len(group["params"]) for group in self.optimizer.param_groups)
@@ -318,6 +354,7 @@ class BackwardEngine:
             self._norms.end_step([p for group in self.optimizer.param_groups for p in group["params"]])
         self._applied = []
         self._spent = []
+        self._weights = {}
         self._settings = None
         self._steps += 1
         if self._watching and self._watched:

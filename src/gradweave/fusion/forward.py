@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat.eager import in_function_transform, is_compiled, outside_function_transforms
+from gradweave.announce import announce
+from gradweave.compat.eager import (
+    in_function_transform,
+    is_being_traced,
+    is_compiled,
+    is_compiled_outside,
+    no_torch_function,
+    outside_function_transforms,
+    storage_users,
+    version_of,
+    without_dispatch_modes,
+)
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
-from gradweave.fusion.guard import GradientGuard, guard_gradient
 from gradweave.fusion.hooks import HiddenParams
 from gradweave.fusion.late import LateGradient, settle_gradients, settled
 from gradweave.fusion.norms import NormTracker
-from gradweave.fusion.pending import PendingState, pending_class, restore
+from gradweave.fusion.pending import (
+    PendingState,
+    accumulate,
+    accumulated,
+    make_pending,
+    pending_class,
+    pending_gradient_class,
+    restore,
+    show,
+    shown_gradient,
+)
 from gradweave.fusion.stepping import (
     BegunStep,
     FrozenStep,
@@ -46,6 +69,8 @@ class _Update:
         event: The end of it, where it runs on a second stream.
         stream: The stream that the gradients were made on.
         late: Those of the gradients that were not finished at step().
+        shown: What is seen of the gradients until it is done.
+        is_running: Whether it is being done.
     """
 
     bucket: Bucket
@@ -54,6 +79,8 @@ class _Update:
     event: torch.cuda.Event | None = None
     stream: torch.cuda.Stream | None = None
     late: list[LateGradient] = field(default_factory=list)
+    shown: list[torch.Tensor] = field(default_factory=list)
+    is_running: bool = False
 
 
 class ForwardEngine:
@@ -63,6 +90,11 @@ class ForwardEngine:
     the first use of a bucket makes its stream wait for the bucket's event. On the CPU a bucket is
     updated at its first use. The first step runs in stock order: it creates the optimizer's state
     and shows the order in which modules are used.
+
+    Any thread may use a parameter: one at a time brings it up to date. What could be read without
+    a word to Python is never left pending: parameters and gradients whose memory something else
+    refers to, or shared memory, are updated at step(). A model that turns out to be compiled or
+    traced has all of its updates in stock order from then on.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, norms: NormTracker) -> None:
@@ -70,53 +102,81 @@ class ForwardEngine:
         self.buckets: list[Bucket] = []
         self.accumulating = False
         self.in_graph = False
+        self.stopped = why_never(model)
         self._model = model
         self._norms = norms
         self._stepper = PartialStepper(optimizer)
         self._hidden = HiddenParams(optimizer)
+        self._lock = RLock()
+        self._process = os.getpid()
+        self._decided: list[_Update] = []
         self._pending: dict[int, _Update] = {}
-        self._pending_class = pending_class(
-            GradientGuard(torch.empty(0), _refuse_use, self._clear_pending), self._resolve_param
-        )
+        self._pending_class = pending_class(self._resolve_param)
+        self._gradient_class = pending_gradient_class(self._resolve_gradient)
+        self._of_gradient: dict[int, _Update] = {}
         self._state: Any = None
         self._bucket_of: dict[int, int] = {}
         self._moved: dict[int, int] = {}
-        self._guards: dict[int, GradientGuard] = {}
+        self._not_shared: dict[int, int] = {}
+        self._plain_state = False
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._used: dict[nn.Parameter, None] = {}
         self._known: list[nn.Parameter] = []
         self._groups: list[list[nn.Parameter]] = []
-        self._learning = self._learn_order()
-        self._owners = list(self._guard_owners())
-        self._flushing = [
-            model.register_forward_pre_hook(ModuleHook(self._entered), prepend=True),
-            optimizer.register_state_dict_pre_hook(self._before_state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._before_state_dict),
-        ]
+        self._learning: list[Any] = []
+        self._on_modules: list[Any] = []
+        self._on_optimizer: list[Any] = []
+        try:
+            self._attach()
+        except BaseException:
+            self._let_go()
+            raise
 
-    def detach(self, *, keep_guards: bool = False) -> None:
-        """Applies what is pending and takes every hook away.
+    def _attach(self) -> None:
+        self._on_optimizer.append(self.optimizer.register_state_dict_pre_hook(self._before_state_dict))
+        self._on_optimizer.append(self.optimizer.register_load_state_dict_pre_hook(self._before_state_dict))
+        if self.stopped:
+            self._announce_stop()
+            return
+        for module in _outside_of_compiled(self._model):
+            self._learn_order(module)
+            self._guard_owner(module)
+        entered = ModuleHook(self._entered, when_compiled=self._seen_by_a_compiler)
+        self._on_modules.append(self._model.register_forward_pre_hook(entered, prepend=True))
 
-        Args:
-            keep_guards: Leave used-up gradients guarded, for another engine to go on from there.
-        """
+    def detach(self) -> None:
+        """Applies what is pending and takes every hook away."""
         try:
             self.flush()
         finally:
-            self._let_go(keep_guards)
+            self._let_go()
 
-    def _let_go(self, keep_guards: bool) -> None:
-        for hook in (*self._learning, *self._owners, *self._flushing):
+    def _let_go(self) -> None:
+        for hook in (*self._learning, *self._on_modules, *self._on_optimizer):
             hook.remove()
         self._hidden.restore()
-        for p in self._known:
-            if not keep_guards and type(p) is nn.Parameter and p.grad is self._guards[id(p)]:
-                p.grad = None
+
+    def stop(self, reason: str) -> None:
+        """Has all updates at step() from now on, for something that would not see them pending."""
+        if not self.stopped:
+            self.flush()
+            self.stopped = reason
+            for hook in (*self._learning, *self._on_modules):
+                hook.remove()
+            self._announce_stop()
+
+    def _announce_stop(self) -> None:
+        announce(f"fuse: updates stay at step(), in stock order: {self.stopped}", level=logging.WARNING)
+
+    def _seen_by_a_compiler(self) -> None:
+        self.stop(COMPILED)
 
     def flush(self) -> None:
         """Applies everything that is pending, or waits for it."""
-        while self._pending:
-            self._resolve(next(iter(self._pending.values())))
+        if self._pending:
+            with self._only_one():
+                while self._pending:
+                    self._resolve(next(iter(self._pending.values())))
 
     @property
     def is_pending(self) -> bool:
@@ -132,6 +192,8 @@ class ForwardEngine:
 
     def describe(self) -> str:
         """What it does, for explain()."""
+        if self.stopped:
+            return f"updates at step(), since {self.stopped}"
         if not self._known:
             return "running the first step in stock order"
         where = (
@@ -141,28 +203,27 @@ class ForwardEngine:
 
     # What is used when
 
-    def _learn_order(self) -> list[Any]:
-        """Hooks that note the order in which modules with parameters run, until the first step."""
+    def _learn_order(self, module: nn.Module) -> None:
+        """Notes when a module with parameters runs, until the first step."""
 
         def note(module: nn.Module, _: Any) -> None:
             self._used.update(dict.fromkeys(module.parameters(recurse=False)))
 
-        owners = (m for m in self._model.modules() if next(m.parameters(recurse=False), None) is not None)
-        return [module.register_forward_pre_hook(ModuleHook(note)) for module in owners if not is_compiled(module)]
+        if next(module.parameters(recurse=False), None) is not None and not is_compiled(module):
+            self._learning.append(module.register_forward_pre_hook(ModuleHook(note)))
 
-    def _guard_owners(self) -> Iterable[Any]:
-        """Hooks that bring up to date what might be read where a Parameter's class is not consulted.
+    def _guard_owner(self, module: nn.Module) -> None:
+        """Brings up to date what might be read where a Parameter's class is not consulted.
 
-        Compiled and scripted modules read all of theirs at once; a module from outside torch may
-        hand its own parameters to a compiled extension.
+        Compiled modules read all of theirs at once; a module from outside torch may hand its own
+        parameters to a compiled extension.
         """
-        for module in self._model.modules():
-            whole = is_compiled(module)
-            if whole or not type(module).__module__.startswith("torch.nn"):
-                params = list(module.parameters(recurse=whole))
-                if params:
-                    resolve = ModuleHook(partial(self._resolve_all, params))
-                    yield module.register_forward_pre_hook(resolve, prepend=True)
+        whole = is_compiled(module)
+        if whole or not type(module).__module__.startswith("torch.nn"):
+            params = list(module.parameters(recurse=whole))
+            if params:
+                resolve = ModuleHook(partial(self._resolve_all, params))
+                self._on_modules.append(module.register_forward_pre_hook(resolve, prepend=True))
 
     def _resolve_all(self, params: list[nn.Parameter], *_: Any) -> None:
         if self._pending:
@@ -173,22 +234,27 @@ class ForwardEngine:
         """The model is about to run: brings it up to date where its uses of parameters would go unnoticed.
 
         Function transforms unwrap parameters, and inputs of another tensor class may take a
-        function over, before a Parameter's own class is asked.
+        function over, before a Parameter's own class is asked. What torch.jit makes of the model
+        reads weights from C++ ever after.
         """
-        if self._pending and (in_function_transform() or any(_of_odd_class(value) for value in args)):
+        if is_being_traced():
+            self.stop(TRACED)
+        elif self._pending and (in_function_transform() or any(_of_odd_class(value) for value in args)):
             self.flush()
 
     # At step()
 
     def before_step(self, is_last: bool) -> None:
-        """Takes the gradients and the hyperparameters over; the optimizer's own update finds nothing to do."""
+        """Decides what is deferred; the optimizer's own update finds nothing to do for that."""
+        self._hidden.restore()
+        self._decided = []
         self.flush()
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self._norms.enabled:
             with_grad = [p for p in params if p.grad is not None]
             self._norms.add(with_grad, [p.grad for p in with_grad])
             self._norms.end_step(params)
-        if not is_last or self._groups_changed() or (_capturing() and not self.in_graph):
+        if self.stopped or not is_last or self._groups_changed() or (_capturing() and not self.in_graph):
             settle_gradients(params)
             return
         if begins_whole(self.optimizer):
@@ -197,17 +263,11 @@ class ForwardEngine:
         if not updates or not self._may_launch(updates, params):
             settle_gradients(params)
             return
-        self._launch(updates)
-        count = 0
-        for update in updates:
-            for p in update.bucket.params:
-                p.grad = None
-                p.__class__ = self._pending_class
-            self._pending[update.bucket.number] = update
-            count += len(update.bucket.params)
-        left = [p for p in params if type(p) is not self._pending_class] if count < len(params) else []
+        deferred = {id(p) for update in updates for p in update.bucket.params}
+        left = [p for p in params if id(p) not in deferred] if len(deferred) < len(params) else []
         settle_gradients(left)
         self._hidden.hide_all_but(left)
+        self._decided = updates
 
     def _may_launch(self, updates: list[_Update], params: list[nn.Parameter]) -> bool:
         """Whether these are all, where an optimizer takes a step with all gradients or none."""
@@ -216,22 +276,37 @@ class ForwardEngine:
         return sum(len(update.grads) for update in updates) == sum(p.grad is not None for p in params)
 
     def _take(self, bucket: Bucket) -> _Update | None:
-        """What step() is to do to a bucket; None if that must be done at once, or there is nothing."""
+        """What of a bucket can be updated later; None if nothing of it."""
         grads = [p.grad for p in bucket.params]
-        whole = True
-        for p, grad in zip(bucket.params, grads, strict=True):
-            if grad is None:
-                whole = False
-            elif type(grad) is GradientGuard:
-                raise _refuse_use("step()")
-            elif type(p) is not nn.Parameter or grad.layout is not torch.strided:
-                return None
-        if not whole:
-            present = {p: grad for p, grad in zip(bucket.params, grads, strict=True) if grad is not None}
+        if not all(self._may_wait(p, grad) for p, grad in zip(bucket.params, grads, strict=True)):
+            present = {
+                p: grad
+                for p, grad in zip(bucket.params, grads, strict=True)
+                if grad is not None and self._may_wait(p, grad)
+            }
             if not present:
                 return None
             bucket, grads = _restrict(bucket, present), list(present.values())
         return _Update(bucket, grads)  # type: ignore[arg-type]
+
+    def _may_wait(self, p: nn.Parameter, grad: torch.Tensor | None) -> bool:
+        """Whether nothing can use a parameter or its gradient without asking Python."""
+        if type(p) is not nn.Parameter or not self._is_ours_to_hold(grad):
+            return False
+        if storage_users(p) > 1:
+            return False
+        address = p.data_ptr()
+        if self._not_shared.get(id(p)) != address:  # to ask torch takes ten times as long
+            if p.device.type == "cpu" and p.is_shared():
+                return False
+            self._not_shared[id(p)] = address
+        return True
+
+    def _is_ours_to_hold(self, grad: torch.Tensor | None) -> bool:
+        """Whether a gradient stays what it is until the update, unless somebody says so to Python."""
+        if type(grad) is LateGradient:
+            return grad.layout is torch.strided
+        return type(grad) is torch.Tensor and grad.layout is torch.strided and storage_users(grad) == 1
 
     def _apart(self, updates: list[_Update]) -> list[_Update]:
         """Puts what has late gradients behind all the rest, in updates of its own, so that the rest need not wait."""
@@ -253,12 +328,54 @@ class ForwardEngine:
         return [*parts[0], *parts[1]]
 
     def after_step(self) -> None:
-        """Closes the step; from here to the next backward, gradients may not be used."""
+        """Closes the step: what was decided is pending from here on.
+
+        Not before: an optimizer's own step may raise, and then nothing is to have happened.
+        """
         self._hidden.restore()
-        if self._pending:
-            self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle)
+        updates, self._decided = self._decided, []
+        if updates:
+            with self._only_one():
+                self._hand_over(updates)
         if self._groups_changed():
             self._learned([p for group in self.optimizer.param_groups for p in group["params"]])
+
+    def _hand_over(self, updates: list[_Update]) -> None:
+        self._launch(updates)
+        # A graph from before the step must not be run backward with what it has kept of the weights.
+        mark_written([p for update in updates for p in update.bucket.params])
+        for update in updates:
+            for p, grad in zip(update.bucket.params, update.grads, strict=True):
+                make_pending(p, self._pending_class, self._show(update, p, grad))
+            self._pending[update.bucket.number] = update
+        self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle)
+
+    def _show(self, update: _Update, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        """What is seen of a gradient while the update with it is pending: using it, the update is done first."""
+        shown = self._seen(p, grad)
+        update.shown.append(shown)
+        if type(shown) is self._gradient_class:
+            self._of_gradient[id(shown)] = update
+        return shown
+
+    def _seen(self, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+        if type(grad) is LateGradient:
+            return LateGradient(grad, _UntilUpdated(self, p, grad))
+        grad.__class__ = self._gradient_class
+        return grad
+
+    def _show_themselves(self, update: _Update) -> list[torch.Tensor]:
+        """Gradients are themselves again, also for those who have kept them; returns them."""
+        themselves = []
+        for grad, shown in zip(update.grads, update.shown, strict=True):
+            if type(shown) is self._gradient_class:
+                self._of_gradient.pop(id(shown), None)
+                shown.__class__ = torch.Tensor
+                themselves.append(shown)
+            else:
+                themselves.append(settled(grad))
+        update.shown = []
+        return themselves
 
     def _groups_changed(self) -> bool:
         return not same_groups(self.optimizer, self._groups)
@@ -273,9 +390,10 @@ class ForwardEngine:
         self.buckets = make_buckets(self.optimizer, [*self._used, *params], _MOST_BUCKETS, "forward")
         self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
         self._moved = {}
-        for p in params:
-            if id(p) not in self._guards:
-                self._guards[id(p)] = guard_gradient(p, _refuse_use)
+        self._not_shared = {}
+        states = (state for state in self.optimizer.state.values() if isinstance(state, dict))
+        values = [value for state in states for value in state.values()]
+        self._plain_state = all(type(value) is torch.Tensor or not isinstance(value, torch.Tensor) for value in values)
 
     # The updates themselves
 
@@ -308,19 +426,41 @@ class ForwardEngine:
             update.stream = current
 
     def _apply(self, update: _Update) -> None:
-        with torch.inference_mode(False), torch.no_grad(), no_autocast(update.bucket.params[0].device):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            no_autocast(update.bucket.params[0].device),
+            without_dispatch_modes(),
+        ):
             self._stepper.step_bucket(update.bucket, update.frozen)
-        mark_written(update.bucket.params)
+            mark_written(update.bucket.params)
+
+    def _only_one(self) -> AbstractContextManager[Any]:
+        """What lets one thread at a time bring parameters up to date.
+
+        A forked process starts with the lock as it was, held perhaps by a thread that it does not have.
+        """
+        if self._process != os.getpid():
+            self._process, self._lock = os.getpid(), RLock()
+        return self._lock
 
     def _resolve_param(self, p: nn.Parameter) -> None:
-        update = self._pending.get(self._bucket_of.get(id(p), -1))
-        if update is not None and type(p) is self._pending_class:
-            self._resolve(update)
+        with self._only_one():
+            update = self._pending.get(self._bucket_of.get(id(p), -1))
+            if update is not None and type(p) is self._pending_class and not update.is_running:
+                self._resolve(update)
+
+    def _resolve_gradient(self, grad: torch.Tensor) -> None:
+        with self._only_one():
+            update = self._of_gradient.get(id(grad))
+            if update is not None and not update.is_running:
+                self._resolve(update)
 
     def _settle(self) -> Any:
         """Applies everything that is pending; returns the optimizer's own state."""
-        self.flush()
-        return self.optimizer.state
+        with self._only_one():
+            self.flush()
+            return self.optimizer.state
 
     def _before_state_dict(self, *_: Any) -> None:
         """Everything is to be seen as after step(), also what a step that failed has left hidden."""
@@ -332,13 +472,18 @@ class ForwardEngine:
         if in_function_transform():
             with outside_function_transforms():
                 return self._resolve(update)
+        # A state that the loop has put in the place of ours is for the steps to come, not for this one.
+        given = None if type(self.optimizer.state) is PendingState else self.optimizer.state
         if self._state is not None:
             self.optimizer.state, self._state = self._state, None
         try:
             self._make_visible(update)
         finally:
             if self._pending:
-                self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle)
+                self._state = self.optimizer.state
+                self.optimizer.state = PendingState(self._settle) if given is None else given
+            elif given is not None:
+                self.optimizer.state = given
 
     def _make_visible(self, update: _Update) -> None:
         params = update.bucket.params
@@ -351,36 +496,123 @@ class ForwardEngine:
                 update.stream.wait_event(update.event)
         for late in update.late:
             late.source.done(update.event)
-        restore(params, self._guards)
-        if update.event is None:
-            self._apply_late(update)
-        del self._pending[update.bucket.number]
+        self._update_and_end(update, self._show_themselves(update))
 
-    def _apply_late(self, update: _Update) -> None:
-        """Applies an update whose gradients are no longer in place; on failure it is still pending."""
+    def _update_and_end(self, update: _Update, grads: list[torch.Tensor]) -> None:
+        """Updates, if that is yet to be done; then parameters and their ``.grad`` are as a stock step leaves them.
+
+        An update that fails is still pending if nothing of it has been done, and else over: it is never done twice.
+        """
         params = update.bucket.params
-        kept = [p.grad for p in params]
-        try:
-            for p, grad in zip(params, update.grads, strict=True):
-                p.grad = settled(grad)
-            self._apply(update)
-        except BaseException:
-            for p, before in zip(params, kept, strict=True):
-                p.grad = None
-                p.__class__ = self._pending_class
-                if type(before) is not GradientGuard:
-                    p.grad = before
-            raise
-        for p, before in zip(params, kept, strict=True):
-            p.grad = before
+        cleared = [shown_gradient(p) is None for p in params]
+        since = [accumulated(p) for p in params]
+        for p, grad in zip(params, grads, strict=True):
+            show(p, grad)
+        if update.event is None:
+            written = self._versions(params)
+            update.is_running = True
+            try:
+                self._apply_to(update, grads)
+            except BaseException:
+                if self._versions(params) == written:
+                    self._make_pending_again(update, grads, cleared, since)
+                    raise
+                self._end(update, cleared, since)
+                raise
+            finally:
+                update.is_running = False
+        self._end(update, cleared, since)
 
-    def _clear_pending(self) -> None:
-        """``zero_grad(set_to_none=False)`` has zeroed the guard that pending parameters show."""
-        params = [p for update in self._pending.values() for p in update.bucket.params]
-        self.flush()
-        for p in params:
-            if p.grad is self._guards[id(p)]:
-                p.grad = torch.zeros_like(p)
+    def _apply_to(self, update: _Update, grads: list[torch.Tensor]) -> None:
+        """Updates late, with the gradients back in place."""
+        params = update.bucket.params
+        if self._plain_state and params[0].device.type == "cpu":
+            # Other threads are to find the parameters pending until they are updated.
+            with no_torch_function():
+                self._apply(update)
+        else:  # what asks for the classes of parameters, or has tensors of a class of its own in its state
+            for p, grad in zip(params, grads, strict=True):
+                p.__class__ = nn.Parameter
+                p.grad = grad
+            self._apply(update)
+
+    def _end(self, update: _Update, cleared: list[bool], since: list[torch.Tensor | None]) -> None:
+        """An update is over, and what happened to gradients while it was pending holds."""
+        self._pending.pop(update.bucket.number, None)
+        for p, is_cleared, added in zip(update.bucket.params, cleared, since, strict=True):
+            if type(p) is nn.Parameter:
+                left = p.grad
+                make_pending(p, self._pending_class, left)
+                accumulate(p, added)
+            if is_cleared:
+                show(p, None)
+            restore(p)
+
+    def _make_pending_again(
+        self, update: _Update, grads: list[torch.Tensor], cleared: list[bool], since: list[torch.Tensor | None]
+    ) -> None:
+        update.grads = grads
+        for p, grad, is_cleared, added in zip(update.bucket.params, grads, cleared, since, strict=True):
+            shown = self._show(update, p, grad)
+            make_pending(p, self._pending_class, None if is_cleared else shown)
+            accumulate(p, added)
+
+    def _versions(self, params: Iterable[nn.Parameter]) -> list[int]:
+        """How often parameters and their state have been written: tells whether an update has begun."""
+        with no_torch_function():
+            written = [version_of(p) for p in params]
+            states = [state for p in params if isinstance(state := self.optimizer.state.get(p), dict)]
+            for state in states:
+                written += [version_of(value) for value in state.values() if isinstance(value, torch.Tensor)]
+        return written
+
+
+class _UntilUpdated:
+    """Where a late gradient comes from once step() has been called: the update is done before it is used."""
+
+    stream = None
+
+    def __init__(self, engine: ForwardEngine, p: nn.Parameter, grad: LateGradient) -> None:
+        self._engine = engine
+        self._p = p
+        self._grad = grad
+
+    def settle(self) -> torch.Tensor:
+        """The gradient, once the update with it is done."""
+        self._engine._resolve_param(self._p)
+        result: torch.Tensor = settled(self._grad)
+        return result
+
+    ready = settle
+
+    def done(self, behind: torch.cuda.Event | None = None) -> None:
+        """Nothing is left to do."""
+
+
+COMPILED = (
+    "the model is compiled by now, and a compiled model does not ask for its weights one by one; call torch.compile() "
+    "first, and give fuse() what it returns"
+)
+TRACED = "the model is traced, and what is made of it reads weights without asking"
+
+
+def why_never(model: nn.Module) -> str:
+    """Why no update of a model may ever be pending; empty if they may."""
+    for name, module in model.named_modules():
+        subject = f"the model's {name!r}" if name else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{subject} is a ScriptModule, which reads its weights without asking"
+        if is_compiled(module) and not is_compiled_outside(module):
+            return f"{subject} is compiled in place; torch.compile(model) leaves a place to ask, model.compile() none"
+    return ""
+
+
+def _outside_of_compiled(model: nn.Module) -> Iterable[nn.Module]:
+    """The modules of a model without those that run inside of a compiled one, whose hooks would be compiled too."""
+    yield model
+    if not is_compiled(model):
+        for child in model.children():
+            yield from _outside_of_compiled(child)
 
 
 def _await_late(update: _Update) -> None:
@@ -404,14 +636,3 @@ def _of_odd_class(value: Any) -> bool:
 
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _refuse_use(operation: str) -> GradweaveError:
-    if operation.startswith(("add_", "add.")):
-        return GradweaveError(
-            "backward() after step() without zero_grad(): step() has handed the gradients over, so there is nothing to "
-            "accumulate onto; call zero_grad() first"
-        )
-    return GradweaveError(
-        f'{operation} on a .grad after step(): mode="forward" has handed it over; read gradients before step()'
-    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,22 +25,100 @@ class HiddenParams:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups: list[dict[str, Any]] | None = None
+        self._shown: _GroupsOfOneStep | None = None
 
     def hide_all_but(self, shown: list[nn.Parameter]) -> None:
-        """From now to :meth:`restore` the optimizer has only these parameters."""
+        """From now to :meth:`restore`, or until the step fails, the optimizer has only these parameters."""
         self.restore()
-        groups = self._groups = self._optimizer.param_groups
         kept = {id(p) for p in shown}
-        self._optimizer.param_groups = [
-            {**group, "params": [p for p in group["params"] if id(p) in kept] if kept else []} for group in groups
-        ]
+        groups = self._optimizer.param_groups
+        left = [{**group, "params": [p for p in group["params"] if id(p) in kept] if kept else []} for group in groups]
+        self._shown = self._optimizer.param_groups = _GroupsOfOneStep(left, groups, sys._getframe(1), self.restore)
 
     def restore(self) -> None:
         """Gives the optimizer all its parameters back."""
-        if self._groups is not None:
-            self._optimizer.param_groups = self._groups
-            self._groups = None
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.end()
+            if self._optimizer.param_groups is shown:
+                self._optimizer.param_groups = shown.all_of_them
+
+
+class _GroupsOfOneStep(list[dict[str, Any]]):
+    """An optimizer's groups while its own update runs; all of them again once that is over, also if it has failed.
+
+    torch calls no hook behind a step that raised. So whether the step still runs is looked up on the stack, each time
+    that the groups are asked for.
+
+    Args:
+        left: What the update is to see.
+        all_of_them: The groups with all their parameters.
+        frame: One that lives as long as the step, or a frame that it has called.
+        restore: Puts all of them back.
+    """
+
+    def __init__(
+        self,
+        left: list[dict[str, Any]],
+        all_of_them: list[dict[str, Any]],
+        frame: FrameType,
+        restore: Callable[[], None],
+    ) -> None:
+        super().__init__(left)
+        self.all_of_them = all_of_them
+        self._thread = threading.get_ident()
+        self._step: FrameType | None = _frame_of_step(frame)
+        self._restore = restore
+
+    def end(self) -> None:
+        """The step is over: whoever still holds these sees all groups, and no frame is kept alive."""
+        self._step = None
+
+    def _now(self) -> list[dict[str, Any]] | None:
+        """All groups, unless it is the step itself that asks."""
+        if self._step is None or self._thread != threading.get_ident():
+            return self.all_of_them
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame is self._step:
+                return None
+            frame = frame.f_back
+        self._restore()
+        return self.all_of_them
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        now = self._now()
+        return super().__iter__() if now is None else iter(now)
+
+    def __len__(self) -> int:
+        now = self._now()
+        return super().__len__() if now is None else len(now)
+
+    def __getitem__(self, index: Any) -> Any:
+        now = self._now()
+        return super().__getitem__(index) if now is None else now[index]
+
+    def append(self, group: dict[str, Any]) -> None:
+        """Add a group to all of them, as ``add_param_group`` does behind a step that has failed."""
+        now = self._now()
+        (super() if now is None else now).append(group)  # type: ignore[union-attr]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return list, (self.all_of_them,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[dict[str, Any]]:
+        return copy.deepcopy(self.all_of_them, memo)
+
+
+def _frame_of_step(frame: FrameType) -> FrameType:
+    """The frame in which torch calls the hooks and the update of a step; the given one if that cannot be told."""
+    found: FrameType | None = frame
+    while found is not None and found.f_code.co_filename != _HOOKS_ARE_CALLED_IN:
+        found = found.f_back
+    return frame if found is None else found
+
+
+_HOOKS_ARE_CALLED_IN = Optimizer.profile_hook_step.__code__.co_filename
 
 
 class StepHooks:
@@ -56,7 +137,11 @@ class StepHooks:
         self._after = after
         self._outer: int | None = None
         self._pre = optimizer.register_step_pre_hook(self._pre_hook)
-        self._post = optimizer.register_step_post_hook(self._post_hook)
+        try:
+            self._post = optimizer.register_step_post_hook(self._post_hook)
+        except BaseException:
+            self._pre.remove()
+            raise
         put_first_behind_step(optimizer, self._post.id)
 
     def remove(self) -> None:

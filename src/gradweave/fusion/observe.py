@@ -69,12 +69,13 @@ class LoopObserver:
         self.needs: list[str] = []
         self._real: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._settings: list[dict[str, Any]] = []
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._observe)
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.requires_grad
-        ]
+        self._hooks: list[Any] = []
+        try:
+            for p in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._observe))
+        except BaseException:
+            self.detach()
+            raise
 
     def detach(self) -> None:
         """Stops watching."""

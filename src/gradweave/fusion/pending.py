@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradweave.compat.eager import no_torch_function
-from gradweave.fusion.guard import GradientGuard
+from gradweave.errors import GradweaveError
 
 _ATTRIBUTES = (
     "requires_grad", "is_leaf", "grad_fn", "dtype", "device", "layout", "is_cuda", "is_sparse", "_version",
@@ -32,20 +32,43 @@ METADATA: set[Any] = {
 Its shape is not among them: functions that go on to read the value without another word to
 Python, such as vmap, ask for it first.
 """
-_UNTOUCHED = object()
+_SHOWN = "_gradient_shown"
 
 
-def pending_class(guard: GradientGuard, resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
-    """A class that parameters take on while their update is pending.
+def pending_class(resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
+    """A class that parameters take on while their update is pending: see :func:`make_pending`.
 
     Any torch function given such a parameter, and any attribute that depends on its value, calls
     ``resolve`` first, which must update it and give it back its own class with :func:`restore`.
     ``.grad`` is an ordinary attribute meanwhile, so that zero_grad, which asks for all of them in
-    every step, costs nothing: the guard, or what has been assigned since.
+    every step, costs little: what :func:`make_pending` was given, until it is cleared.
     """
 
     class PendingParameter(nn.Parameter):
-        grad = guard
+        def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+            # type(p)(data), by which libraries make another parameter like p
+            return nn.Parameter(data, requires_grad)
+
+        @property
+        def grad(self) -> torch.Tensor | None:
+            shown: torch.Tensor | None = self.__dict__.get(_SHOWN)
+            return accumulated(self) if shown is None else shown
+
+        @grad.setter
+        def grad(self, value: torch.Tensor | None) -> None:
+            if value is None:
+                show(self, None)
+                accumulate(self, None)
+            else:
+                resolve(self)
+                if type(self) is nn.Parameter:
+                    self.grad = value
+                else:  # by the update itself, which is under way
+                    show(self, value)
+
+        @grad.deleter
+        def grad(self) -> None:
+            self.grad = None
 
         @classmethod
         def __torch_function__(
@@ -55,7 +78,7 @@ def pending_class(guard: GradientGuard, resolve: Callable[[nn.Parameter], None])
             if func in METADATA:
                 with no_torch_function():
                     return func(*args, **kwargs)
-            for param in _pending((args, kwargs), cls):
+            for param in _of_class((args, kwargs), cls):
                 resolve(param)
             return func(*args, **kwargs)
 
@@ -70,32 +93,101 @@ def pending_class(guard: GradientGuard, resolve: Callable[[nn.Parameter], None])
     return PendingParameter
 
 
-def restore(params: Iterable[nn.Parameter], guards: Mapping[int, GradientGuard]) -> None:
-    """Gives parameters their own class back; ``.grad`` is what was assigned meanwhile, or their guard.
+_GRAD: Any = torch.Tensor.grad
 
-    Args:
-        params: Pending parameters.
-        guards: By ``id`` of the parameter.
+
+def accumulated(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that a backward has left in a parameter, whatever its class says."""
+    with no_torch_function():
+        found: torch.Tensor | None = _GRAD.__get__(param)
+    return found
+
+
+def accumulate(param: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Leaves a gradient in a parameter as a backward does, whatever its class says."""
+    with no_torch_function():
+        _GRAD.__set__(param, gradient)
+
+
+def make_pending(param: nn.Parameter, cls: type[nn.Parameter], shown: torch.Tensor | None) -> None:
+    """Gives a parameter a class of :func:`pending_class`, and a gradient to show meanwhile.
+
+    What a backward accumulates while the update is pending is kept apart.
     """
-    for param in params:
-        param.__class__ = nn.Parameter
-        assigned = param.__dict__.pop("grad", _UNTOUCHED)
-        if assigned is _UNTOUCHED:
-            param.grad = guards[id(param)]
-        elif assigned is not None:
-            param.grad = assigned
+    accumulate(param, None)
+    show(param, shown)
+    param.__class__ = cls
 
 
-def _pending(value: Any, cls: type) -> Iterator[Any]:
-    """The pending parameters among nested arguments."""
+def shown_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that a pending parameter shows; None if it has been cleared."""
+    shown: torch.Tensor | None = param.__dict__.get(_SHOWN)
+    return shown
+
+
+def show(param: nn.Parameter, shown: torch.Tensor | None) -> None:
+    """Lets a pending parameter show another gradient."""
+    param.__dict__[_SHOWN] = shown
+
+
+def restore(param: nn.Parameter) -> None:
+    """Gives a parameter its own class back, and the gradient that it shows.
+
+    What a backward has accumulated meanwhile is added, as it would have been.
+    """
+    shown = shown_gradient(param)
+    if shown is not None:
+        since = accumulated(param)
+        if since is not None:
+            with torch.no_grad():
+                shown.add_(since)
+        accumulate(param, shown)
+    param.__class__ = nn.Parameter
+    param.__dict__.pop(_SHOWN, None)
+
+
+def pending_gradient_class(resolve: Callable[[torch.Tensor], None]) -> type[torch.Tensor]:
+    """A class that gradients take on while an update with them is pending.
+
+    Any torch function given such a gradient calls ``resolve`` first, which must give it back its own class.
+    """
+
+    class PendingGradient(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func in METADATA:
+                with no_torch_function():
+                    return func(*args, **kwargs)
+            for gradient in _of_class((args, kwargs), cls):
+                resolve(gradient)
+                if type(gradient) is cls:
+                    raise GradweaveError("a gradient was kept whose update was given up; it is not what it should be")
+            return func(*args, **kwargs)
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            resolve(self)
+            return self.__deepcopy__(memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            resolve(self)
+            return self.__reduce_ex__(protocol)
+
+    return PendingGradient
+
+
+def _of_class(value: Any, cls: type) -> Iterator[Any]:
+    """The objects of a class among nested arguments."""
     if type(value) is cls:
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from _pending(item, cls)
+            yield from _of_class(item, cls)
     elif isinstance(value, (list, tuple, set)):
         for item in value:
-            yield from _pending(item, cls)
+            yield from _of_class(item, cls)
 
 
 class PendingState(defaultdict[Any, Any]):

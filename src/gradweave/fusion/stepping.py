@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from inspect import unwrap
@@ -17,27 +18,68 @@ _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 class FrozenStep:
-    """What a step would do if it ran now: the hyperparameters of every group, and a scaler's verdict.
+    """What a step would do if it ran now: hyperparameters, an optimizer's own attributes, a scaler's verdict.
 
-    Schedulers change the former, some of them in place, and GradScaler changes and deletes the
-    latter, before a deferred update gets to run.
+    Schedulers change the first, some of them in place, a loop may change the second, and GradScaler changes and deletes
+    the last, before a deferred update gets to run.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.groups = [
             {key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        self.scaler = {
-            name: _own(getattr(optimizer, name))
-            for name in _SCALER_ATTRIBUTES
-            if getattr(optimizer, name, None) is not None
-        }
+        self.attributes = own_numbers(optimizer)
+        for name in _SCALER_ATTRIBUTES:
+            if (value := getattr(optimizer, name, None)) is not None:
+                self.attributes[name] = _own(value)
 
     @property
     def has_tensors(self) -> bool:
-        """Whether something of it could be changed in place."""
+        """Whether something of it could be changed in place, or is looked at when an update runs."""
         values = [value for group in self.groups for value in group.values()]
-        return bool(self.scaler) or any(isinstance(part, torch.Tensor) for part in flat_leaves(values))
+        return bool(self.attributes) or any(isinstance(part, torch.Tensor) for part in flat_leaves(values))
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes that a class, or the loop, has added to those of torch's optimizers."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OF_ALL_OPTIMIZERS and not name.startswith(_OF_OTHERS)
+    }
+
+
+def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """Of these the ones that hold plain data or tensors, as they are now."""
+    return {name: _own(value) for name, value in attributes_of(optimizer).items() if is_data(value)}
+
+
+_OF_ALL_OPTIMIZERS = frozenset(
+    {
+        "defaults",
+        "state",
+        "param_groups",
+        "step",
+        "_zero_grad_profile_name",
+        "_warned_capturable_if_run_uncaptured",
+        "_need_device_dtype_check_for_fused",
+        "_step_supports_amp_scaling",
+        "_opt_called",
+        "_step_count",
+        *_SCALER_ATTRIBUTES,
+    }
+)
+"""What torch, its schedulers and its scalers keep in an optimizer besides hooks."""
+_OF_OTHERS = ("_optimizer_", "_gradweave")
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is plain data or tensors, which a copy can keep as they are."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_data, value))
+    if isinstance(value, dict):
+        return all(map(is_data, value.values()))
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.Tensor))
 
 
 class BegunStep:
@@ -68,9 +110,11 @@ def step_of(optimizer: Optimizer) -> FrozenStep | BegunStep:
 
 
 def _own(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_own(part) for part in value)
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, (list, tuple, dict)):
+        return copy.deepcopy(value)
+    return value
 
 
 class PartialStepper:
@@ -103,16 +147,16 @@ class PartialStepper:
         groups = optimizer.param_groups
         settings = groups if frozen is None else frozen.groups
         optimizer.param_groups = [{**settings[index], "params": params} for index, params in subset.items()]
-        scaler = {} if frozen is None else frozen.scaler
-        before = {name: getattr(optimizer, name) for name in scaler if hasattr(optimizer, name)}
-        for name, value in scaler.items():
+        attributes = {} if frozen is None else frozen.attributes
+        before = {name: value for name, value in vars(optimizer).items() if name in attributes}
+        for name, value in attributes.items():
             setattr(optimizer, name, value)
         try:
             with without_step_hooks(optimizer):
                 self._step(optimizer)
         finally:
             optimizer.param_groups = groups
-            for name in scaler:
+            for name in attributes:
                 if name in before:
                     setattr(optimizer, name, before[name])
                 else:

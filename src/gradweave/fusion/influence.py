@@ -1,0 +1,137 @@
+"""Following parameters through an optimizer's step: whose gradient gets into whose update."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradweave.compat.eager import flat_leaves, memory_of, own_step
+
+_LARGEST_TRIED = 64 * 2**20
+"""Bytes of parameters up to which a step is tried in memory where it cannot be followed without."""
+
+
+def find_influence(optimizer: Optimizer) -> str:
+    """Say how a step at full size couples parameters or draws random numbers; empty if it does neither.
+
+    What shows on tiny parameters only may not be all: some optimizers treat large ones in another way. The step runs on
+    parameters without memory; where it asks for numbers, on real ones, if they are not too large.
+    """
+    size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
+    try:
+        return _influence_on(optimizer, "meta")
+    except Exception as error:
+        if size > _LARGEST_TRIED:
+            return (
+                f"asks for values of tensors in its step ({type(error).__name__}), so it cannot be followed without "
+                f"memory, and {size / 2**20:.0f} MiB of parameters are too many to try"
+            )
+    return _influence_on(optimizer, None)
+
+
+def _influence_on(optimizer: Optimizer, device: str | None) -> str:
+    trial = _full_copy(optimizer, device)
+    params = [p for group in trial.param_groups for p in group["params"]]
+    follower = _Follower()
+    for number, p in enumerate(params):
+        p.grad = torch.zeros_like(p) if device == "meta" else torch.randn_like(p)
+        for tensor in (p.detach(), p.grad, *flat_leaves(trial.state.get(p, {}))):
+            if isinstance(tensor, torch.Tensor):
+                follower.owners[memory_of(tensor)] = frozenset((number,))
+                follower.alive.append(tensor)
+    with follower:
+        for _ in range(2):  # the first makes the state
+            own_step(trial)(trial)
+    if follower.draws:
+        return f"draws random numbers ({follower.draws}), which are other ones if it draws them in parts"
+    for number, p in enumerate(params):
+        for tensor in (p.detach(), *flat_leaves(trial.state.get(p, {}))):
+            others = follower.owners[memory_of(tensor)] - {number} if isinstance(tensor, torch.Tensor) else ()
+            if others:
+                return (
+                    f"couples its parameters: the update of one of shape {tuple(p.shape)} depends on one of shape "
+                    f"{tuple(params[min(others)].shape)}"
+                )
+    return ""
+
+
+def _full_copy(optimizer: Optimizer, device: str | None) -> Optimizer:
+    state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
+    replaced: dict[int, Any] = {id(optimizer.state): state}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            replaced[id(p)] = nn.Parameter(torch.empty_like(p, device=device) if device else p.detach().clone())
+            for key, value in optimizer.state.get(p, {}).items():
+                like = isinstance(value, torch.Tensor) and value.shape == p.shape
+                state[replaced[id(p)]][key] = (
+                    torch.empty_like(value, device=device) if like and device else copy.deepcopy(value)
+                )
+    trial = copy.deepcopy(optimizer, replaced)
+    for name, value in vars(optimizer).items():
+        if name not in vars(trial) and name != "step":
+            setattr(trial, name, value)
+    return trial
+
+
+class _Follower(TorchDispatchMode):
+    """Notes of each piece of memory which parameters have had a part in it.
+
+    Attributes:
+        owners: By memory, the numbers of parameters.
+        alive: What has been seen, kept so that no memory's name is used twice.
+        draws: The first operation that drew random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owners: dict[int, frozenset[int]] = defaultdict(frozenset)
+        self.alive: list[torch.Tensor] = []
+        self.draws = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not self.draws:
+            self.draws = str(func)
+        result = func(*args, **kwargs)
+        for read, written in _rows(func, args, kwargs, result):
+            owners = frozenset().union(*(self.owners[memory_of(tensor)] for tensor in read))
+            for tensor in written:
+                self.owners[memory_of(tensor)] |= owners
+            self.alive += written
+        return result
+
+
+def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """What an operation reads and what it writes: of operations on lists, one position after the other."""
+    name = str(func).removeprefix("aten.")
+    inputs = [*args, *kwargs.values()]
+    lists = [value for value in inputs if isinstance(value, (list, tuple)) and any(map(torch.is_tensor, value))]
+    by_position = name.startswith(("_foreach_", "_fused_")) and lists
+    if not by_position:
+        read = _tensors((inputs,))
+        changed = read if func._schema.is_mutable else []
+        yield read, [*changed, *_tensors((result,))]
+        return
+    shared = _tensors(value for value in inputs if torch.is_tensor(value))
+    results = [value for value in ([result] if _is_row(result) else result or []) if isinstance(value, (list, tuple))]
+    for position in range(max(map(len, lists))):
+        read = _tensors(value[position] for value in lists if position < len(value))
+        made = _tensors(value[position] for value in results if position < len(value))
+        yield [*read, *shared], [*read, *made] if func._schema.is_mutable else made
+
+
+def _is_row(result: Any) -> bool:
+    return isinstance(result, (list, tuple)) and all(map(torch.is_tensor, result))
+
+
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in flat_leaves(list(values)) if isinstance(leaf, torch.Tensor)]
