@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from gradweave.compat.distributed import active_ddp, ddp_parameters, is_distributed_tensor, is_managed_by_fsdp
 from gradweave.compat.eager import no_torch_function
-from gradweave.errors import GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.module_hook import ModuleHook
 
 LONGEST_PAUSE = 512
-"""Checks are made at rounds 0, 1, 2, 4, 8 and so on, and from here on at each multiple: each reads all weights."""
+"""Comparisons are made at rounds 0, 1, 2, 4, 8 and so on, and from here on at each multiple: each reads all weights."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1021
 """Words are summed up in columns of so many, which weigh differently: two that change places are noticed."""
@@ -94,12 +96,17 @@ class Lookout:
         self._model = model
         self._refuse = refuse
         self._forwards = forwards
-        self._hooks = {id(model): model.register_forward_pre_hook(ModuleHook(self._enters), prepend=True)}
+        self._hooks: dict[int, Any] = {}
         self._left: dict[int, int] = {}
-        for module in model.modules():
-            if module is not model and next(module.parameters(recurse=False), None) is not None:
-                self._left[id(module)] = forwards
-                self._hooks[id(module)] = module.register_forward_pre_hook(ModuleHook(self._enters_part))
+        try:
+            self._hooks[id(model)] = model.register_forward_pre_hook(ModuleHook(self._enters), prepend=True)
+            for module in model.modules():
+                if module is not model and next(module.parameters(recurse=False), None) is not None:
+                    self._left[id(module)] = forwards
+                    self._hooks[id(module)] = module.register_forward_pre_hook(ModuleHook(self._enters_part))
+        except BaseException:
+            self.close()
+            raise
 
     def look(self) -> None:
         """Looks for what is around the code that calls this."""
@@ -136,6 +143,11 @@ class Lookout:
 # Weights that are equal
 
 
+def is_due(number: int) -> bool:
+    """Whether weights are to be compared at the n-th of what ranks do together: often at first, then now and then."""
+    return number & (number - 1) == 0 or number % LONGEST_PAUSE == 0
+
+
 def digest(tensor: torch.Tensor) -> torch.Tensor:
     """Return 64 bits that tell apart tensors which differ in any bit, of whatever type; stays on the device."""
     flat = tensor.detach()
@@ -151,11 +163,10 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Replicas:
-    """Compares the weights of all ranks of a group: one reduction per parameter, and one message of four numbers.
+    """Compares the weights of all ranks of a group: one reduction per parameter, and one message of a few numbers.
 
-    All ranks must come here at the same points of their program, between the same messages of the group, also where
-    it turns out that nothing is due: count what they do together, such as gradients that were averaged, and not
-    what each does by itself.
+    All ranks must come to a comparison at the same point of their program, between the same messages of the group:
+    count what they do together, such as gradients that were averaged, and not what each does by itself.
 
     Args:
         named: The parameters to compare, by name, as they are when asked; the same on all ranks.
@@ -177,49 +188,125 @@ class Replicas:
         self._of = of
         self._facts = facts
         self._rounds = 0
+        self._names: list[str] = []
+        self._digests: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Keeps what weights are now, for the next comparison; nothing waits for a GPU."""
+        named = list(self._named())
+        self._names = [name for name, _ in named]
+        self._digests = None
+        if named:
+            device = named[0][1].device
+            self._digests = torch.stack([digest(p).to(device) for _, p in named])
+
+    def compare(self, when: str, *numbers: int) -> None:
+        """Raises the same error on all ranks if the weights that were taken last, or the numbers, differ."""
+        given = torch.tensor(numbers, dtype=torch.int64)
+        if self._digests is None:
+            device = next((p.device for _, p in self._named()), given.device)
+            weights = torch.zeros(2, dtype=torch.int64, device=device)
+        else:
+            factors = 2 * torch.arange(len(self._names), device=self._digests.device) + 1
+            weights = torch.stack([(self._digests * factors * _ODD).sum(), factors.sum()])
+        mine = torch.cat([weights, given.to(weights.device)])
+        most = torch.cat([mine, ~mine])
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        most, least = most.cpu().chunk(2)
+        if not torch.equal(most, ~least):
+            self._tell(when)
+
+    def check(self, when: str) -> None:
+        """Compares weights as they are now."""
+        self.take()
+        self.compare(when)
 
     def check_now_and_then(self) -> None:
         """Counts a round and, in the first and once in a while, checks; call it before weights change in it."""
         now = self._rounds
         self._rounds += 1
-        if (now & (now - 1)) == 0 or now % LONGEST_PAUSE == 0:
+        if is_due(now):
             self.check(f"before update {now + 1}")
 
-    @torch.no_grad()
-    def check(self, when: str) -> None:
-        """Raise the same error on all ranks if their weights differ in a single bit."""
-        named = list(self._named())
-        if not named:
-            return
-        device = named[0][1].device
-        own = torch.stack([digest(p).to(device) for _, p in named])
-        numbers = 2 * torch.arange(len(named), device=device) + 1
-        mixed = torch.stack([(own * numbers * _ODD).sum(), numbers.sum()])
-        largest = torch.cat([mixed, ~mixed])
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        top, count, bottom, fewest = largest.tolist()
-        if (top, count) != (~bottom, ~fewest):
-            self._tell(when, {name: int(bits) for (name, _), bits in zip(named, own.tolist(), strict=True)})
-
-    def _tell(self, when: str, own: dict[str, int]) -> None:
+    def _tell(self, when: str) -> None:
         """Finds out what differs, and raises."""
+        own = dict(zip(self._names, [] if self._digests is None else self._digests.tolist(), strict=True))
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, (own, dict(self._facts())), group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         first, facts = everyone[0]
         apart = list(_apart([weights for weights, _ in everyone]))
         others = [rank for rank, (weights, _) in zip(ranks, everyone, strict=True) if weights != first]
-        what = f"{len(apart)} of {len(first)} parameters" + (f", {apart[0]!r} the first," if apart else "")
         causes = [
             f"{name} is {facts.get(name)} on rank {ranks[0]} and {theirs.get(name)} on rank {rank}"
             for rank, (_, theirs) in zip(ranks, everyone, strict=True)
             for name in _apart([facts, theirs])
         ]
         reason = causes[0] if causes else _UNKNOWN_CAUSE
+        what = "ranks are apart"
+        if apart:
+            what = (
+                f"weights differ between ranks: {len(apart)} of {len(first)} parameters, {apart[0]!r} the first, "
+                f"on ranks {_listed(others)} from those on rank {ranks[0]}"
+            )
         raise ReplicaError(
-            f"{self._of}: weights differ between ranks {when}: {what} on ranks {_listed(others)} from those on rank "
-            f"{ranks[0]}; {reason}; do the same on all ranks, and start again from a checkpoint"
+            f"{self._of}: {when}, {what}; {reason}; do the same on all ranks, and start again from a checkpoint"
         )
+
+
+# What ranks begin with
+
+
+def settings_of(optimizer: Optimizer) -> dict[str, str]:
+    """Return an optimizer's class and the hyperparameters of its groups, by name, for comparison with other ranks'."""
+    kind = type(optimizer)
+    told = {"the optimizer": f"{kind.__module__}.{kind.__qualname__}"}
+    for number, group in enumerate(optimizer.param_groups):
+        told[f"the number of parameters in group {number}"] = str(len(group["params"]))
+        for name, value in group.items():
+            if name != "params" and (written := _written(value)) is not None:
+                told[f"{name} of group {number}"] = written
+    return told
+
+
+def _written(value: Any) -> str | None:
+    """A plain value as text; None for what is not the same text wherever it is the same."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.numel() < _ROW else None
+    if isinstance(value, (list, tuple)):
+        parts = [_written(part) for part in value]
+        return None if None in parts else str(parts)
+    return str(value) if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) else None
+
+
+def agree(describe: Callable[[], Mapping[str, str]], group: dist.ProcessGroup | None) -> None:
+    """Raises on all ranks what one of them has to say against it, or if they do not all describe the same.
+
+    Args:
+        describe: Checks what this rank has, and says by name what must be the same on all.
+        group: Whose ranks; None for all of them.
+    """
+    facts, refusal = {}, None
+    try:
+        facts = dict(describe())
+    except Exception as error:
+        refusal = error
+    said = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest() if refusal is None else f"{refusal}"
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (refusal is not None, said), group=group)
+    if refusal is not None:
+        raise refusal
+    ranks = dist.get_process_group_ranks(group)
+    for rank, (refused, text) in zip(ranks, everyone, strict=True):
+        if refused:
+            raise ReplicaError(f"rank {rank} refuses: {text}")
+    if any(text != said for _, text in everyone):
+        dist.all_gather_object(everyone, facts, group=group)
+        for rank, theirs in zip(ranks, everyone, strict=True):
+            for name in _apart([everyone[0], theirs]):
+                here, there = everyone[0].get(name, "missing"), theirs.get(name, "missing")
+                raise ArgumentError(name, here, f"and {there!r} on rank {rank}; construct the same on all ranks")
 
 
 def _apart(told: list[dict[str, Any]]) -> Iterator[str]:

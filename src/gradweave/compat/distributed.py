@@ -48,3 +48,14 @@ def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+
+
+def end_group(group: Any) -> None:
+    """Ends a process group of one's own, which frees its connections and threads.
+
+    Nothing happens if the program has ended it, as ``destroy_process_group()`` does with all. Nor while there is one
+    that torch has named by how many groups there were: the next could get the same name, and find what is left of it.
+    """
+    names = torch.distributed.distributed_c10d._world.pg_names
+    if group in names and all(name.isdecimal() for name in names.values()):
+        torch.distributed.destroy_process_group(group)
