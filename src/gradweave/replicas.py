@@ -201,9 +201,10 @@ class Replicas:
             device = named[0][1].device
             self._digests = torch.stack([digest(p).to(device) for _, p in named])
 
-    def compare(self, when: str, *numbers: int) -> None:
-        """Raises the same error on all ranks if the weights that were taken last, or the numbers, differ."""
-        given = torch.tensor(numbers, dtype=torch.int64)
+    def compare(self, when: str, numbers: Mapping[str, int] | None = None) -> None:
+        """Raises the same error on all ranks if the weights that were taken last, or numbers by name, differ."""
+        numbers = numbers or {}
+        given = torch.tensor(list(numbers.values()), dtype=torch.int64)
         if self._digests is None:
             device = next((p.device for _, p in self._named()), given.device)
             weights = torch.zeros(2, dtype=torch.int64, device=device)
@@ -215,7 +216,7 @@ class Replicas:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         most, least = most.cpu().chunk(2)
         if not torch.equal(most, ~least):
-            self._tell(when)
+            self._tell(when, numbers)
 
     def check(self, when: str) -> None:
         """Compares weights as they are now."""
@@ -229,11 +230,11 @@ class Replicas:
         if is_due(now):
             self.check(f"before update {now + 1}")
 
-    def _tell(self, when: str) -> None:
+    def _tell(self, when: str, numbers: Mapping[str, int]) -> None:
         """Finds out what differs, and raises."""
         own = dict(zip(self._names, [] if self._digests is None else self._digests.tolist(), strict=True))
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, (own, dict(self._facts())), group=self._group)
+        dist.all_gather_object(everyone, (own, {**numbers, **self._facts()}), group=self._group)
         ranks = dist.get_process_group_ranks(self._group)
         first, facts = everyone[0]
         apart = list(_apart([weights for weights, _ in everyone]))

@@ -185,11 +185,12 @@ class Choice:
                 self._propose(self.watch)
         elif self._trial is not None and self._trial.is_over and not self.is_made:
             self.arrangement, stock, proposed = self._trial.verdict()
-            self.is_made = True
+            self.is_made, self._trial = True, None
             self.reason = f"{self.reason}; measured {1e3 * proposed:.1f} ms against {1e3 * stock:.1f} ms"
 
     def close(self) -> None:
         """Lets go of what is watched."""
+        self._trial = None
         if self.watch is not None:
             self.watch.close()
             self.watch = None

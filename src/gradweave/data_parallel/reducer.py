@@ -200,6 +200,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._nodes = [], []
+        self._group = None
 
     def wait(self) -> None:
         """Waits for everything that is on its way."""

@@ -30,7 +30,7 @@ class Together:
             lambda: [(name, p) for name, p in model.named_parameters() if p.requires_grad],
             group,
             of="DataParallel",
-            facts=lambda: {"the number of steps taken": str(self._steps), **settings_of(optimizer)},
+            facts=lambda: settings_of(optimizer),
         )
 
     def stepped(self) -> None:
@@ -50,7 +50,9 @@ class Together:
         self._rounds += 1
         if is_unsettled or is_due(now):
             with named("replicas could not be compared"):
-                self._replicas.compare(f"before gradients are averaged for the {now + 1}. time", self._steps)
+                self._replicas.compare(
+                    f"before gradients are averaged for the {now + 1}. time", {"the number of steps taken": self._steps}
+                )
         if self._has_taken:
             self._takes = self._has_taken = False
         # Reading weights waits for their updates: not in steps that are being timed.
