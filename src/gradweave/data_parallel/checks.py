@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.compat.distributed import is_distributed_tensor, is_managed_by_fsdp
 from gradweave.compat.eager import is_compiled
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused
@@ -54,7 +54,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
         raise ArgumentError("model", type(model).__name__, "has no parameter that is trained")
     if any(nn.parameter.is_lazy(p) for p in params):
         raise ArgumentError("model", "lazy parameters", "run a forward once before you wrap the model")
-    if any(is_distributed_tensor(p) for p in params):
+    if any(is_distributed_tensor(p) for p in params) or any(is_managed_by_fsdp(m) for m in model.modules()):
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
     for tensor in (*params, *model.buffers()):
         if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
