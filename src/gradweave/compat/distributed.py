@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -29,3 +30,32 @@ def part_of_default_store(name: str) -> Any:
 def group_count() -> int:
     """How many process groups this rank has made, or is in."""
     return len(torch.distributed.distributed_c10d._world.pg_names)
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel, also one that ``replicate`` has made, inside of whose forward this is; or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def ddp_parameters(wrapper: Any) -> list[torch.Tensor]:
+    """The parameters that a DistributedDataParallel averages, without those that it was told to leave alone."""
+    return list(wrapper._module_parameters)
+
+
+def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
+    """Whether a module is, or is inside of, one that FSDP shards or replicates, whichever of the FSDPs."""
+    if getattr(module, "_is_fsdp_managed_module", False):
+        return True
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
+
+
+def end_group(group: Any) -> None:
+    """Ends a process group of one's own, which frees its connections and threads.
+
+    Nothing happens if the program has ended it, as ``destroy_process_group()`` does with all. Nor while there is one
+    that torch has named by how many groups there were: the next could get the same name, and find what is left of it.
+    """
+    names = torch.distributed.distributed_c10d._world.pg_names
+    if group in names and all(name.isdecimal() for name in names.values()):
+        torch.distributed.destroy_process_group(group)

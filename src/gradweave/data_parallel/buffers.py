@@ -33,4 +33,4 @@ class BufferSharing:
                 dist.broadcast(message, self._root, group=self._group)
                 if dist.get_rank(self._group) > 0:
                     for buffer, part in zip(buffers, message.split([b.numel() for b in buffers]), strict=True):
-                        buffer.copy_(part.view(buffer.shape))
+                        buffer.data.copy_(part.view(buffer.shape))  # a backward may have to come that keeps the buffer

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.compat.distributed import is_distributed_tensor, is_managed_by_fsdp
 from gradweave.compat.eager import is_compiled
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused
 from gradweave.fusion.coupling import check_independent
 from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.replicas import Averager, ReplicaError
 from gradweave.split.attach import is_reordered
 
 
@@ -55,7 +54,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
         raise ArgumentError("model", type(model).__name__, "has no parameter that is trained")
     if any(nn.parameter.is_lazy(p) for p in params):
         raise ArgumentError("model", "lazy parameters", "run a forward once before you wrap the model")
-    if any(is_distributed_tensor(p) for p in params):
+    if any(is_distributed_tensor(p) for p in params) or any(is_managed_by_fsdp(m) for m in model.modules()):
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
     for tensor in (*params, *model.buffers()):
         if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
@@ -63,21 +62,30 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
             raise ArgumentError("model", shape, "has elements that share memory; give it memory of its own by clone()")
     if len({p.device for p in params}) > 1:
         raise ArgumentError("model", "parameters on several devices", "give a model that is on one device")
-    check_independent(optimizer)
+    try:
+        check_independent(optimizer)
+    except ArgumentError as error:
+        why = error.remedy.partition(";")[0]
+        raise ArgumentError("optimizer", error.value, f"{why}; use DistributedDataParallel") from error
 
 
-def check_same(model: nn.Module, options: Sequence[object], group: dist.ProcessGroup | None) -> None:
-    """All ranks must have the same parameters and options, or averages would mix them up."""
-    own: list[tuple[object, ...]] = [("the options", *map(str, options))]
-    own += [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
-    own += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
-    everyone: list[list[tuple[object, ...]] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    for rank, other in enumerate(everyone):
-        if other is not None and other != own:
-            apart = [(a, b) for a, b in zip(own, other, strict=False) if a != b]
-            here, there = apart[0] if apart else (own[-1], other[-1])
-            raise ArgumentError("model", here, f"is {there} on rank {rank}; construct the same on all ranks")
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """What must be the same on all ranks, or averages would mix parameters up."""
+    told = {
+        name: f"a parameter of shape {tuple(p.shape)} and {p.dtype}" + ("" if p.requires_grad else ", frozen")
+        for name, p in model.named_parameters()
+    }
+    buffers = model.named_buffers()
+    return told | {name: f"a buffer of shape {tuple(b.shape)} and {b.dtype}" for name, b in buffers}
+
+
+def refuse_averager(found: Averager) -> None:
+    """Raises: something else averages or shards what DataParallel averages."""
+    raise ReplicaError(
+        f"DataParallel: {found.name} averages or shards the gradients of this model too, and both together are wrong; "
+        "use one of them: leave the model out of accelerator.prepare(), use no strategy of Lightning's that wraps it, "
+        "or call detach() and train without DataParallel"
+    )
 
 
 def share_state(model: nn.Module, group: dist.ProcessGroup | None) -> None:

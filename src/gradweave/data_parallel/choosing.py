@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradweave.data_parallel.failures import named
 from gradweave.data_parallel.layers import Layer
-from gradweave.data_parallel.watch import StepWatch, measure_link
+from gradweave.data_parallel.watch import Moments, StepWatch, measure_link
 from gradweave.schedule.builders import data_parallel
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
@@ -88,15 +88,17 @@ class Trial:
     Args:
         proposed: What is to be tried.
         slowest: The largest of all ranks' numbers, for each number of a list.
+        moments: Of the device that computes: what the host does is over long before, on a GPU.
     """
 
-    def __init__(self, proposed: Arrangement, slowest: Callable[[list[float]], list[float]]) -> None:
+    def __init__(self, proposed: Arrangement, slowest: Callable[[list[float]], list[float]], moments: Moments) -> None:
         self._turns = [STOCK, proposed] * _ROUNDS
         self._proposed = proposed
         self._slowest = slowest
+        self._moments = moments
         self._turn, self._taken = 0, 0
-        self._seconds: dict[Arrangement, list[float]] = {STOCK: [], proposed: []}
-        self._last: float | None = None
+        self._spans: dict[Arrangement, list[tuple[Any, Any]]] = {STOCK: [], proposed: []}
+        self._last: Any = None
 
     @property
     def now(self) -> Arrangement:
@@ -110,9 +112,11 @@ class Trial:
 
     def step_begins(self) -> None:
         """Counts a step, at its beginning; a turn ends behind its last step."""
-        moment = time.perf_counter()
+        if self.is_over:
+            return
+        moment = self._moments.now()
         if self._last is not None and self._taken > _WARM_UP:
-            self._seconds[self.now].append(moment - self._last)
+            self._spans[self.now].append((self._last, moment))
         self._last = moment
         self._taken += 1
         if self._taken > _WARM_UP + _TIMED:
@@ -120,7 +124,8 @@ class Trial:
 
     def verdict(self) -> tuple[Arrangement, float, float]:
         """What to keep, and the seconds of a step in stock order and as proposed, the same on all ranks."""
-        stock, proposed = self._slowest([median(self._seconds[STOCK]), median(self._seconds[self._proposed])])
+        own = [median(self._moments.seconds(*span) for span in self._spans[way]) for way in (STOCK, self._proposed)]
+        stock, proposed = self._slowest(own)
         return (self._proposed if proposed < (1 - WORTH_KEEPING) * stock else STOCK), stock, proposed
 
 
@@ -139,6 +144,8 @@ class Choice:
     Attributes:
         watch: What measures the steps that are now taken; None when measuring is over.
         reason: What was found so far.
+        is_made: Whether the choice is final.
+        arrangement: What was chosen, or is being tried.
     """
 
     def __init__(
@@ -157,38 +164,43 @@ class Choice:
         self.reason = "measuring"
         self.prediction: Prediction | None = None
         self.is_made = False
+        self.arrangement = STOCK
         self._group, self._device = group, device
         self._bucket_bytes, self._byte_budget = bucket_bytes, byte_budget
         self._trial: Trial | None = None
 
     def step_begins(self) -> Arrangement:
         """How the step that begins now is to be taken."""
-        if self.watch is not None:
-            if self.watch.steps < _WATCHED_STEPS:
-                return STOCK
-            return self._propose(self.watch)
+        if self.is_made:
+            return self.arrangement
         if self._trial is None:
             return STOCK
         self._trial.step_begins()
-        if not self._trial.is_over:
-            return self._trial.now
-        chosen, stock, proposed = self._trial.verdict()
-        self.is_made = True
-        self.reason = f"{self.reason}; measured {1e3 * proposed:.1f} ms against {1e3 * stock:.1f} ms"
-        return chosen
+        return self._trial.now
+
+    def agree(self) -> None:
+        """Decides as far as it can be; all ranks come here together, having taken as many steps."""
+        if self.watch is not None:
+            if self.watch.steps >= _WATCHED_STEPS:
+                self._propose(self.watch)
+        elif self._trial is not None and self._trial.is_over and not self.is_made:
+            self.arrangement, stock, proposed = self._trial.verdict()
+            self.is_made, self._trial = True, None
+            self.reason = f"{self.reason}; measured {1e3 * proposed:.1f} ms against {1e3 * stock:.1f} ms"
 
     def close(self) -> None:
         """Lets go of what is watched."""
+        self._trial = None
         if self.watch is not None:
             self.watch.close()
             self.watch = None
 
-    def _propose(self, watch: StepWatch) -> Arrangement:
+    def _propose(self, watch: StepWatch) -> None:
         costs, self.watch = watch.close(), None
         agreed = [costs]
         with named("costs could not be agreed on"):
             dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
-            link = measure_link(self._group, self._device)
+            link = measure_link(self._group, self._device, sum(c.parameter_bytes for c in agreed[0].layers))
         ranks = dist.get_world_size(self._group)
         self.prediction, _ = simulate(agreed[0], link, ranks, self._bucket_bytes, self._byte_budget)
         stock, best = self.prediction.stock, self.prediction.best
@@ -196,15 +208,13 @@ class Choice:
             f"communication is {self.prediction.ratio:.2f} of computation; simulated {1e3 * best:.1f} ms a step "
             f"against {1e3 * stock:.1f} ms in stock order"
         )
+        self.arrangement = self.prediction.arrangement
         if not self._confirm:
             self.is_made = True
-            return self.prediction.arrangement
-        if best > (1 - WORTH_TRYING) * stock:
-            self.is_made = True
-            return STOCK
-        self._trial = Trial(self.prediction.arrangement, self._slowest)
-        self._trial.step_begins()
-        return self._trial.now
+        elif best > (1 - WORTH_TRYING) * stock:
+            self.is_made, self.arrangement = True, STOCK
+        else:
+            self._trial = Trial(self.arrangement, self._slowest, Moments(self._device))
 
     def _slowest(self, numbers: list[float]) -> list[float]:
         together = torch.tensor(numbers, dtype=torch.float64, device=self._device)

@@ -41,7 +41,13 @@ class UseOrder:
         self._owners = [(n, m) for n, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
         self._number = {id(module): number for number, (_, module) in enumerate(self._owners)}
         self._used: dict[int, None] = {}
-        self._hooks: list[Any] = [m.register_forward_pre_hook(ModuleHook(self._note)) for _, m in self._owners]
+        self._hooks: list[Any] = []
+        try:
+            for _, module in self._owners:
+                self._hooks.append(module.register_forward_pre_hook(ModuleHook(self._note)))
+        except BaseException:
+            self.close()
+            raise
 
     def _note(self, module: nn.Module, *_: Any) -> None:
         self._used[self._number[id(module)]] = None

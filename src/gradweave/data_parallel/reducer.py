@@ -172,9 +172,13 @@ class Reducer:
         self._message_of = {id(p): message for message in self.messages for p in message.params}
         self._nodes: list[Any] = []
         self._hooks: list[Any] = []
-        for message in self.messages:
-            for place, p in enumerate(message.params):
-                self._watch(message, place, p)
+        try:
+            for message in self.messages:
+                for place, p in enumerate(message.params):
+                    self._watch(message, place, p)
+        except BaseException:
+            self.close()
+            raise
 
     def _watch(self, message: Message, place: int, p: nn.Parameter) -> None:
         """Hears of a gradient before it is added, and behind all hooks of the user's.
@@ -196,6 +200,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._nodes = [], []
+        self._group = None
 
     def wait(self) -> None:
         """Waits for everything that is on its way."""

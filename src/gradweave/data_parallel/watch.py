@@ -28,17 +28,20 @@ _SMALL, _LARGE = 1 << 10, 1 << 17
 _AT_ONCE = 8
 _REPEATS = 5
 """How often: what delays a message now and then must not count."""
+_MOST_SECONDS = 1.0
+"""For messages of one size; once they are sent anyway."""
 _MATRIX, _PRODUCTS = 96, 100
 """Of the computation that messages disturb: a product takes some tens of microseconds."""
 
 
-class _Moments:
+class Moments:
     """Points in time of a device: the host's clock, or events of a GPU that are read later."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
     def now(self) -> Any:
+        """This moment: on a GPU, when it comes to what it is given next."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -46,6 +49,7 @@ class _Moments:
         return event
 
     def seconds(self, begin: Any, end: Any) -> float:
+        """How long it was from one to the other."""
         if not self._cuda:
             return float(end - begin)
         end.synchronize()
@@ -65,7 +69,7 @@ class StepWatch:
     def __init__(self, layers: Sequence[Layer], optimizer: Optimizer, device: torch.device) -> None:
         self._layers = layers
         self._number = {id(layer.module): number for number, layer in enumerate(layers)}
-        self._moments = _Moments(device)
+        self._moments = Moments(device)
         self._spans: list[_Spans] = [defaultdict(list)]
         self._held: dict[int, int] = {}
         self._last: Any = None
@@ -172,44 +176,61 @@ class StepWatch:
         return {task: spent * whole / apart for task, spent in tasks.items()} if apart else {}
 
 
-def measure_link(group: dist.ProcessGroup | None, device: torch.device) -> Link:
+def measure_link(group: dist.ProcessGroup | None, device: torch.device, most_bytes: int) -> Link:
     """What averaging over a group takes per message and per byte, the same on all ranks.
 
     Messages are under way at the same time, as those of a step are. On a CPU also what they take of the cores that
     compute: by how much a computation beside them falls behind, and what it takes to copy gradients to the message
-    and averages back.
+    and averages back. Over a slow link it is done less often: what is asked for takes about as long as a step or two.
+
+    Args:
+        group: Over whose ranks.
+        device: Where their tensors are.
+        most_bytes: That messages which are under way together hold: no more than a step's, but for tiny models.
     """
     ranks = dist.get_world_size(group)
-    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-    def seconds(elements: int) -> float:
-        """Of one message, of several that are under way together."""
-        messages = [torch.zeros(elements, dtype=torch.float32, device=device) for _ in range(_AT_ONCE)]
-        spent = []
-        for _ in range(_REPEATS + 1):
-            wait()
-            began = time.perf_counter()
-            for work in [dist.all_reduce(message, group=group, async_op=True) for message in messages]:
-                work.wait()
-            wait()
-            spent.append((time.perf_counter() - began) / _AT_ONCE)
-        return median(spent[1:])
-
-    small, large = seconds(_SMALL), seconds(_LARGE)
-    busy = _lost_beside_messages(group) if device.type == "cpu" else 0.0
-    times = torch.tensor([small, large, busy], dtype=torch.float64, device=device)
-    dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
-    small, large, busy = times.tolist()
-    per_byte = max(large - small, 1e-9) / (4 * (_LARGE - _SMALL))
+    large_size = max(4 * _SMALL, min(_LARGE, most_bytes // (4 * _AT_ONCE)))
+    small, _ = _seconds_of_messages(group, device, _SMALL)
+    large, repeats = _seconds_of_messages(group, device, large_size)
+    busy = _lost_beside_messages(group, large_size * _AT_ONCE, repeats) if device.type == "cpu" else 0.0
+    small, large, busy = _slowest(group, device, small, large, busy)
+    per_byte = max(large - small, 1e-9) / (4 * (large_size - _SMALL))
     unit = Link(1.0, 0.0).all_reduce_seconds(1, ranks)
     depth = Link(math.inf, 1.0).all_reduce_seconds(0, ranks)
     return Link(unit / per_byte, max(small - 4 * _SMALL * per_byte, 0.0) / depth, busy)
 
 
-def _lost_beside_messages(group: dist.ProcessGroup | None) -> float:
+def _slowest(group: dist.ProcessGroup | None, device: torch.device, *seconds: float) -> list[float]:
+    """The largest of all ranks' numbers."""
+    together = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
+    return list(together.tolist())
+
+
+def _seconds_of_messages(group: dist.ProcessGroup | None, device: torch.device, elements: int) -> tuple[float, int]:
+    """Seconds of one message, of several that are under way together, and how often they were sent for that.
+
+    The first time is not counted, unless it took so long that once is enough.
+    """
+    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    messages = [torch.zeros(elements, dtype=torch.float32, device=device) for _ in range(_AT_ONCE)]
+
+    def once() -> float:
+        wait()
+        began = time.perf_counter()
+        for work in [dist.all_reduce(message, group=group, async_op=True) for message in messages]:
+            work.wait()
+        wait()
+        return (time.perf_counter() - began) / _AT_ONCE
+
+    (first,) = _slowest(group, device, once())
+    repeats = min(_REPEATS, int(_MOST_SECONDS / (_AT_ONCE * first)))
+    return (median(once() for _ in range(repeats)), repeats) if repeats else (first, 1)
+
+
+def _lost_beside_messages(group: dist.ProcessGroup | None, elements: int, repeats: int) -> float:
     """Seconds of computation that a byte of a message costs, in whichever process or kernel that is spent."""
     matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.float32, device="cpu")
-    elements = _LARGE * _AT_ONCE
 
     def products(until: Callable[[int], bool]) -> tuple[int, float]:
         done, began = 0, time.perf_counter()
@@ -220,7 +241,7 @@ def _lost_beside_messages(group: dist.ProcessGroup | None) -> float:
 
     products(lambda done: done >= _PRODUCTS)
     lost = []
-    for _ in range(_REPEATS):
+    for _ in range(repeats):
         gradients, message = (torch.zeros(elements, dtype=torch.float32, device="cpu") for _ in range(2))
         dist.barrier(group=group)
         alone = min(products(lambda done: done >= _PRODUCTS)[1] for _ in range(3)) / _PRODUCTS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,19 +14,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
+from gradweave.compat.distributed import end_group
 from gradweave.compat.eager import flat_leaves, no_torch_function
 from gradweave.data_parallel.buffers import BufferSharing
-from gradweave.data_parallel.checks import check, check_same, share_state
+from gradweave.data_parallel.checks import check, describe_model, refuse_averager, share_state
 from gradweave.data_parallel.choosing import STOCK, Arrangement, Choice
 from gradweave.data_parallel.failures import LostRankError, named
 from gradweave.data_parallel.held_back import HeldBack, Watched
 from gradweave.data_parallel.layers import Layer, UseOrder, messages
 from gradweave.data_parallel.reducer import Reducer
+from gradweave.data_parallel.together import Together
 from gradweave.data_parallel.updates import AveragedUpdates
 from gradweave.data_parallel.watch import StepWatch
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.hooks import StepHooks
 from gradweave.marks import DataParallelMark, mark_data_parallel
+from gradweave.optimizers import without_wrapper
+from gradweave.replicas import Lookout, agree, settings_of
 from gradweave.split.queue import WeightGradientQueue
 from gradweave.split.streams import InLine
 
@@ -75,41 +79,82 @@ class DataParallel(nn.Module):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
-        _check_options(policy, k, bucket_bytes, byte_budget, reduce_dtype)
         if timeout is not None and process_group is not None:
             raise ArgumentError("timeout", timeout, "is the process_group's own; give it where that is made")
-        check(model, optimizer)
+        self._size = _size_of(process_group)
+        optimizer = without_wrapper(optimizer)
+
+        def describe() -> dict[str, str]:
+            _check_options(policy, k, bucket_bytes, byte_budget, reduce_dtype)
+            check(model, optimizer)
+            options = (policy, k, bucket_bytes, byte_budget, reduce_dtype, broadcast_buffers)
+            return {"the options": str(options), **describe_model(model), **settings_of(optimizer)}
+
+        if self._size > 1:
+            agree(describe, process_group)
+        else:
+            describe()
         self.module = model
         self._optimizer = optimizer
         self._device = next(model.parameters()).device
         self._policy, self._k = policy, k
         self._bucket_bytes, self._byte_budget, self._dtype = bucket_bytes, byte_budget, reduce_dtype
-        self._size = _size_of(process_group)
         self._group: dist.ProcessGroup | None = None
         self._sharing: BufferSharing | None = None
-        if self._size > 1:
-            options = (policy, k, bucket_bytes, byte_budget, reduce_dtype, broadcast_buffers)
-            check_same(model, options, process_group)
-            limit = None if timeout is None else timedelta(seconds=timeout)
-            self._group = process_group or dist.new_group(timeout=limit)
-            share_state(model, self._group)
-            if broadcast_buffers:
-                self._sharing = BufferSharing(model, process_group or dist.new_group(timeout=limit))
         self._order: UseOrder | None = None
         self._layers: list[Layer] = []
         self._reducer: Reducer | None = None
         self._updates: AveragedUpdates | None = None
         self._hooks: StepHooks | None = None
         self._choice: Choice | None = None
+        self._together: Together | None = None
         self._arrangement = STOCK
         self._trained: tuple[Any, ...] = ()
         self._stepped = False
         self._queue = WeightGradientQueue(InLine())
-        self._behind_step = optimizer.register_step_post_hook(self._note_step)
-        mark_data_parallel(optimizer, self)
-        self._mark = model.register_load_state_dict_post_hook(DataParallelMark())
         self.register_load_state_dict_pre_hook(_with_own_names)  # type: ignore[no-untyped-call]
+        with ExitStack() as attached:
+            self._attach(attached, process_group, timeout, broadcast_buffers)
+            self._attached_by = attached.pop_all()
+
+    def _attach(
+        self, attached: ExitStack, process_group: dist.ProcessGroup | None, timeout: float | None, buffers: bool
+    ) -> None:
+        """Attaches step by step, and says how each is undone."""
+        attached.callback(self._let_go_of_groups)
+        if self._size > 1:
+
+            def own_group() -> dist.ProcessGroup:
+                limit = None if timeout is None else timedelta(seconds=timeout)
+                made: Any = dist.new_group(timeout=limit)
+                attached.callback(end_group, made)
+                return made  # type: ignore[no-any-return]
+
+            self._group = process_group or own_group()
+            if buffers:
+                self._sharing = BufferSharing(self.module, process_group or own_group())
+            self._together = Together(self.module, self._optimizer, self._group)
+        attached.callback(self._let_go_of_steps)
+        attached.callback(self._optimizer.register_step_post_hook(self._note_step).remove)
+        mark_data_parallel(self._optimizer, self)
+        attached.callback(mark_data_parallel, self._optimizer, None)
+        attached.callback(self.module.register_load_state_dict_post_hook(DataParallelMark()).remove)
+        self._lookout = Lookout(self.module, refuse_averager)
+        attached.callback(self._lookout.close)
         self._learn()
+        if self._group is not None:
+            share_state(self.module, self._group)
+
+    def _let_go_of_steps(self) -> None:
+        if self._order is not None:
+            self._order.close()
+        if self._choice is not None:
+            self._choice.close()
+        self._arrange(None)
+        self._order = self._choice = None
+
+    def _let_go_of_groups(self) -> None:
+        self._group = self._sharing = self._together = None
 
     # What users call
 
@@ -119,8 +164,10 @@ class DataParallel(nn.Module):
             return self.module(*args, **kwargs)
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
+        self._lookout.look()
         self._reducer.check_ended()
         if self._now_trained() != self._trained:
+            self._lookout.look_inside()
             self._learn()
         elif self._stepped:
             self._advance()
@@ -156,18 +203,13 @@ class DataParallel(nn.Module):
     def detach(self) -> nn.Module:
         """Applies what is pending, lets go of model and optimizer, and returns the model.
 
+        Process groups that were made for it are ended, with their connections and threads; call it on all ranks.
+
         After a :class:`LostRankError`, updates whose gradients are lost are left out: their weights are as they were
         before the last step.
         """
         if self._reducer is not None:
-            if self._order is not None:
-                self._order.close()
-            if self._choice is not None:
-                self._choice.close()
-            self._arrange(None)
-            self._behind_step.remove()
-            mark_data_parallel(self._optimizer, None)
-            self._mark.remove()
+            self._attached_by.close()
         return self.module
 
     def explain(self) -> str:
@@ -229,11 +271,13 @@ class DataParallel(nn.Module):
 
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
+        if self._together is not None:
+            self._together.stepped()
 
     def _advance(self) -> None:
-        """A step is through and the next begins: decides how to take it. All ranks come here together."""
+        """A step is through and the next begins: takes it as ranks have agreed to."""
         if self._order is not None:
-            self._settle_order(self._order)
+            self._order.close()
             self._order = None
             given = self._given()
             if given is not None or self._group is None:
@@ -243,18 +287,29 @@ class DataParallel(nn.Module):
                 self._layers, self._optimizer, self._group, self._device, self._bucket_bytes, self._byte_budget,
                 confirm=self._policy == "auto",
             )  # fmt: skip
-        if self._choice is not None and not self._choice.is_made:
+        if self._choice is not None:
             wanted = self._choice.step_begins()
             if wanted != self._arrangement:
                 self._arrange(wanted)
 
-    def _settle_order(self, order: UseOrder) -> None:
-        order.close()
-        agreed = [order.numbers()]
-        if self._group is not None:
+    def _backward_begins(self) -> None:
+        """The first gradient is there and none is on its way: the place where ranks agree on what comes next.
+
+        All ranks come here as often as all others, as they would wait for gradients otherwise; that cannot be said of
+        their forwards and steps.
+        """
+        self.flush()
+        if self._together is None or self._group is None:
+            return
+        is_choosing = self._choice is not None and not self._choice.is_made
+        self._together.meet(is_unsettled=self._order is not None or is_choosing)
+        if self._order is not None:
+            agreed = [self._order.numbers()]
             with named("the order of layers could not be agreed on"):
                 dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
-        self._layers = order.layers(agreed[0])
+            self._layers = self._order.layers(agreed[0])
+        elif self._choice is not None:
+            self._choice.agree()
 
     def _given(self) -> Arrangement | None:
         """What the user has asked for; None if it is to be found out, among several ranks."""
@@ -285,7 +340,7 @@ class DataParallel(nn.Module):
         alone = self._group is None and arrangement.barrier
         buckets = [] if alone else messages(self._layers, arrangement.k, self._bucket_bytes)
         self._reducer = Reducer(
-            buckets, self._group, dtype=self._dtype, barrier=arrangement.barrier, begins=self.flush,
+            buckets, self._group, dtype=self._dtype, barrier=arrangement.barrier, begins=self._backward_begins,
             accumulates=self._before_adding,
         )  # fmt: skip
         self._set_syncs(syncs)

@@ -1,0 +1,51 @@
+"""Odd loops on two ranks: what DistributedDataParallel gives bit for bit; where ranks part, an error on both."""
+
+import pytest
+
+from daso.worlds import World
+from data_parallel.odd import APART
+
+IN_ONE_GO = 20
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    world = World(tmp_path_factory.mktemp("ranks"), 2, 1, scenarios="data_parallel.odd")
+    yield world
+    world.close()
+
+
+def check(ranks, seeds):
+    for wrong in ranks.run("loops", seeds=seeds).values():
+        assert wrong == []
+
+
+@pytest.mark.parametrize("first", range(0, 100, IN_ONE_GO))
+def test_a_hundred_odd_loops_give_what_ddp_gives(ranks, first):
+    check(ranks, list(range(first, first + IN_ONE_GO)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(100, 3000, IN_ONE_GO))
+def test_thousands_of_odd_loops_give_what_ddp_gives(ranks, first):
+    check(ranks, list(range(first, first + IN_ONE_GO)))
+
+
+POLICIES = [{"policy": "in_order"}, {"policy": "no_barrier"}, {"policy": "auto"}, {"policy": "reverse_first_k", "k": 2}]
+
+
+@pytest.mark.parametrize("what", APART)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda o: o["policy"])
+@pytest.mark.parametrize(("at", "norms"), [(0, True), (1, False), (2, True)])
+def test_ranks_that_part_hear_the_same_error_soon(ranks, what, policy, at, norms):
+    answers = ranks.run("apart", what=what, at=at, policy=policy, norms=norms)
+    assert answers[0] == answers[1]
+    step, said = answers[0]
+    assert at < step <= max(2, 2 * (at + 1) + 2)
+    if "step" in what:
+        assert step <= at + 2
+        assert "the number of steps taken is" in said
+    else:
+        assert "weights differ between ranks" in said
+    if what == "has another rate":
+        assert "lr of group 0 is 0.01 on rank 0 and 0.02 on rank 1" in said
