@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gradweave import announce
 from gradweave.fusion import fuse
 
 
@@ -81,3 +82,8 @@ def assert_same(one, other):
 
 def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def announce_again():
+    """What has been said once in this process may be said again."""
+    announce._log_once.cache_clear()

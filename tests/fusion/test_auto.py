@@ -12,10 +12,10 @@ from gradweave.fusion import auto, fuse
 SETTLED = 1 + 3 * auto.ROUNDS * (auto.WARM_UP_STEPS + auto.TIMED_STEPS)
 
 
-def run(mode, steps, before_step=None, micro=1):
+def run(mode, steps, before_step=None, micro=1, *, allow_backward=True):
     model = make_net()
     optimizer = adamw(model)
-    fusion = fuse(model, optimizer, mode) if mode else None
+    fusion = fuse(model, optimizer, mode, allow_backward=allow_backward) if mode else None
     data = list(batches(steps * micro))
     for i in range(steps):
         for x, y in data[i * micro : (i + 1) * micro]:
@@ -64,6 +64,16 @@ def test_the_fastest_is_kept_and_stock_unless_it_pays(monkeypatch, seconds, chos
     assert_same(trained, run(None, SETTLED + 5)[0])
 
 
+@pytest.mark.parametrize(("forward", "chosen"), [(0.9, "forward"), (0.98, "stock")])
+def test_backward_is_not_tried_unless_it_is_allowed(monkeypatch, forward, chosen):
+    clock(monkeypatch, {"stock": 1.0, "forward": forward})  # any other mode is a KeyError
+    trained, explained, choice = run("auto", SETTLED, allow_backward=False)
+    assert choice == chosen
+    assert "backward only with allow_backward=True" in explained
+    assert ("3% faster, and faster in every round" in explained) == (chosen == "stock")
+    assert_same(trained, run(None, SETTLED)[0])
+
+
 def test_a_loop_that_clips_is_never_given_backward(monkeypatch):
     clock(monkeypatch, {"stock": 1.0, "forward": 0.5})
 
@@ -99,7 +109,7 @@ def test_real_clocks_give_the_same_result():
 def test_detaching_while_observing_or_measuring(steps):
     model = make_net()
     optimizer = adamw(model)
-    fusion = fuse(model, optimizer, "auto")
+    fusion = fuse(model, optimizer, "auto", allow_backward=steps % 2 == 1)
     for i, (x, y) in enumerate(batches(20)):
         if i == steps:
             fusion.detach()

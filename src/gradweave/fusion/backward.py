@@ -53,6 +53,7 @@ class BackwardEngine:
         self._watched: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._watched_in = -1
         self._watched_whole = False
+        self._thrown_away = 0
         self._weights: dict[nn.Parameter, torch.Tensor] = {}
         self._spent: list[tuple[Sequence[nn.Parameter], list[GradientGuard], list[int]]] = []
         self._stale = False
@@ -140,7 +141,8 @@ class BackwardEngine:
     def _begin_watching(self, p: nn.Parameter, running: int) -> None:
         """The first gradient of a backward: those of one before must have been used, or it must have failed."""
         if self._watched and all(q is p or q.grad is None for q in self._watched):
-            if self._watched_whole and self._steps > 0:
+            self._thrown_away += self._watched_whole
+            if self._thrown_away > 1:
                 raise GradweaveError(
                     'gradients of a backward were cleared without a step(): mode="backward" would have updated the '
                     f"weights with them; no weight has been changed; {REMEDY}"
@@ -308,7 +310,7 @@ class BackwardEngine:
                     )
 
     def _check_watched(self) -> None:
-        """What the versions of tensors do not tell: weights changed through .data, gradients that are parts of others."""
+        """What the versions of tensors do not tell: weights changed through .data, gradients that share memory."""
         if any(not torch.equal(digest(p.detach()), before) for p, before in self._weights.items()):
             raise GradweaveError(
                 'a weight was changed through .data between backward() and step(): mode="backward" updates it during '
@@ -357,7 +359,9 @@ class BackwardEngine:
         self._weights = {}
         self._settings = None
         self._steps += 1
-        if self._watching and self._watched:
+        if self._watching and self._watched and self._thrown_away > 0 and self._steps == 1:
+            self._watched = {}  # one batch may be left out before the first step; whether more are shows in the second
+        elif self._watching and self._watched:
             used = self._watched
             self._arm()
             for p in used:
