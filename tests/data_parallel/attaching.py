@@ -56,7 +56,8 @@ class Failing:
 
     PLACES = (
         (nn.Module, "register_forward_pre_hook"), (nn.Module, "register_load_state_dict_post_hook"),
-        (torch.optim.Optimizer, "register_step_post_hook"), (torch.Tensor, "register_hook"),
+        (torch.optim.Optimizer, "register_step_pre_hook"), (torch.optim.Optimizer, "register_step_post_hook"),
+        (torch.Tensor, "register_hook"),
         (dist, "new_group"), (dist, "broadcast"), (dist, "get_world_size"), (torch, "zeros"),
     )  # fmt: skip
 

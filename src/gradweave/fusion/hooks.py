@@ -56,7 +56,11 @@ class StepHooks:
         self._after = after
         self._outer: int | None = None
         self._pre = optimizer.register_step_pre_hook(self._pre_hook)
-        self._post = optimizer.register_step_post_hook(self._post_hook)
+        try:
+            self._post = optimizer.register_step_post_hook(self._post_hook)
+        except BaseException:
+            self._pre.remove()
+            raise
         put_first_behind_step(optimizer, self._post.id)
 
     def remove(self) -> None:
