@@ -127,6 +127,8 @@ class DataParallel(nn.Module):
                 limit = None if timeout is None else timedelta(seconds=timeout)
                 made: Any = dist.new_group(timeout=limit)
                 attached.callback(end_group, made)
+                # Behind this all ranks have made it: one that ends it at once does not close the door on others.
+                dist.all_reduce(torch.ones(1, device=self._device), group=made)
                 return made  # type: ignore[no-any-return]
 
             self._group = process_group or own_group()
