@@ -141,7 +141,9 @@ class Loop:
         if what.startswith("evaluates"):
             self.trained.train("training" in what)
             with torch.no_grad():
-                self.seen.append(loss_of(self.trained, "mlp", 7, 0))
+                loss = loss_of(self.trained, "mlp", 7, 0)
+            if dist.get_rank() == 0:  # others have their own buffers in evaluation
+                self.seen.append(loss)
             self.trained.train()
         elif what == "changes the rate":
             self.opt.param_groups[0]["lr"] *= 0.7

@@ -369,6 +369,24 @@ def measures_link():
     return {"bandwidth": link.bandwidth, "latency": link.latency, "device_seconds": link.device_seconds}
 
 
+def measures_slow_link(*, model_bytes, bytes_per_second):
+    """What is sent to measure a link that is as slow as that."""
+    stock, sent = dist.all_reduce, []
+
+    def slowly(tensor, *args, **kwargs):
+        size = tensor.numel() * tensor.element_size()
+        sent.append(size)
+        time.sleep(size / bytes_per_second)
+        return stock(tensor, *args, **kwargs)
+
+    dist.all_reduce = slowly
+    try:
+        link = measure_link(None, torch.device("cpu"), model_bytes)
+    finally:
+        dist.all_reduce = stock
+    return {"sent": sum(sent), "bandwidth": link.bandwidth}
+
+
 def shares_buffers():
     model = nn.Module()
     model.register_buffer("value", torch.full((3,), float(dist.get_rank())))

@@ -41,7 +41,7 @@ def test_ranks_that_part_hear_the_same_error_soon(ranks, what, policy, at, norms
     answers = ranks.run("apart", what=what, at=at, policy=policy, norms=norms)
     assert answers[0] == answers[1]
     step, said = answers[0]
-    assert at < step <= max(2, 2 * (at + 1) + 2)
+    assert at < step <= (2 if at == 0 else 4)
     if "step" in what:
         assert step <= at + 2
         assert "the number of steps taken is" in said

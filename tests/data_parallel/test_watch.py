@@ -142,3 +142,10 @@ def test_a_link_is_measured_the_same_on_all_ranks(two):
     assert measured[0]["bandwidth"] > 1e6
     assert 0 <= measured[0]["latency"] < 1
     assert 0 < measured[0]["device_seconds"] < 1e-6
+
+
+def test_a_slow_link_is_measured_with_no_more_than_a_few_steps_send(two):
+    model_bytes = 160_000
+    for measured in two.run("measures_slow_link", model_bytes=model_bytes, bytes_per_second=125_000).values():
+        assert measured["sent"] < 4 * model_bytes
+        assert 50_000 < measured["bandwidth"] < 500_000

@@ -55,6 +55,5 @@ class Together:
                 )
         if self._has_taken:
             self._takes = self._has_taken = False
-        # Reading weights waits for their updates: not in steps that are being timed.
-        if now < 2 or (is_due(now + 1) and not is_unsettled):
+        if now < 2 or is_due(now + 1):
             self._takes = True

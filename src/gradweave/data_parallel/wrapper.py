@@ -105,7 +105,6 @@ class DataParallel(nn.Module):
         self._layers: list[Layer] = []
         self._reducer: Reducer | None = None
         self._updates: AveragedUpdates | None = None
-        self._hooks: StepHooks | None = None
         self._choice: Choice | None = None
         self._together: Together | None = None
         self._arrangement = STOCK
@@ -128,6 +127,8 @@ class DataParallel(nn.Module):
                 limit = None if timeout is None else timedelta(seconds=timeout)
                 made: Any = dist.new_group(timeout=limit)
                 attached.callback(end_group, made)
+                # Behind this all ranks have made it: one that ends it at once does not close the door on others.
+                dist.all_reduce(torch.ones(1, device=self._device), group=made)
                 return made  # type: ignore[no-any-return]
 
             self._group = process_group or own_group()
@@ -136,6 +137,7 @@ class DataParallel(nn.Module):
             self._together = Together(self.module, self._optimizer, self._group)
         attached.callback(self._let_go_of_steps)
         attached.callback(self._optimizer.register_step_post_hook(self._note_step).remove)
+        attached.callback(StepHooks(self._optimizer, self._before_step, self._after_step).remove)
         mark_data_parallel(self._optimizer, self)
         attached.callback(mark_data_parallel, self._optimizer, None)
         attached.callback(self.module.register_load_state_dict_post_hook(DataParallelMark()).remove)
@@ -269,6 +271,15 @@ class DataParallel(nn.Module):
         with no_torch_function():
             return tuple((id(p), p.requires_grad) for p in self.module.parameters())
 
+    def _before_step(self, is_last: bool) -> None:
+        """Asks who does updates only now: a closure's forward may have come to another arrangement."""
+        if self._updates is not None:
+            self._updates.before_step(is_last)
+
+    def _after_step(self) -> None:
+        if self._updates is not None:
+            self._updates.after_step()
+
     def _note_step(self, *_: Any) -> None:
         self._stepped = True
         if self._together is not None:
@@ -329,11 +340,9 @@ class DataParallel(nn.Module):
         lost = self._settle()
         if self._updates is not None:
             self._updates.detach()
-        if self._hooks is not None:
-            self._hooks.remove()
         if self._reducer is not None:
             self._reducer.close(give_up=lost)
-        self._updates = self._hooks = self._reducer = None
+        self._updates = self._reducer = None
         if arrangement is None:
             return
         self._arrangement = arrangement
@@ -347,7 +356,6 @@ class DataParallel(nn.Module):
         self._queue = WeightGradientQueue(InLine(), self._byte_budget)
         if not arrangement.barrier:
             self._updates = AveragedUpdates(self.module, self._optimizer, self._reducer)
-            self._hooks = StepHooks(self._optimizer, self._updates.before_step, self._updates.after_step)
 
     # In forward and backward
 
