@@ -26,7 +26,8 @@ def run(cls, options, distributed, named):
     else:
         if distributed:
             model = nn.parallel.DistributedDataParallel(model)
-        optimizer = cls(model, **options)
+        alone = {} if distributed or cls is EvaS else {"process_group": None}
+        optimizer = cls(model, **options, **alone)
     batches = rows(5, dtype=torch.float64)
     calls.clear()
     train(model, optimizer, [x.chunk(2)[rank] if distributed else x for x in batches])

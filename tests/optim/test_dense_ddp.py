@@ -35,7 +35,8 @@ def run(cls, make, batches, distributed, named):
     else:
         if distributed:
             model = nn.parallel.DistributedDataParallel(model)
-        optimizer = cls(model, **options)
+        alone = {} if distributed or cls is Shampoo else {"process_group": None}
+        optimizer = cls(model, **options, **alone)
     calls.clear()
     train(model, optimizer, [x.chunk(2)[rank] if distributed else x for x in batches])
     return weights(inner), len(calls)

@@ -29,3 +29,13 @@ def part_of_default_store(name: str) -> Any:
 def group_count() -> int:
     """How many process groups this rank has made, or is in."""
     return len(torch.distributed.distributed_c10d._world.pg_names)
+
+
+def active_ddp() -> Any:
+    """The DistributedDataParallel in whose forward this thread's code runs; None outside of one."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def joins_uneven_inputs(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel is in its ``join()``, where ranks may run out of inputs at different steps."""
+    return bool(wrapper._join_config.enable)

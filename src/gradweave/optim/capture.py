@@ -159,6 +159,8 @@ class Tap:
         compiling = is_compiling()
         if not weight.requires_grad or (not compiling and function_transform() is not None):
             return None
+        if not compiling and self.catcher.look is not None:
+            self.catcher.look()
         if weight.shape != self.shape:
             raise GradweaveError(
                 f"a layer's weight has the shape {tuple(weight.shape)}, which was {tuple(self.shape)} when the "

@@ -13,6 +13,7 @@ from gradweave.optim.attention_output import unseen_projections, watch_projectio
 from gradweave.optim.capture import Catching, Masking, Tap
 from gradweave.optim.caught import Catcher
 from gradweave.optim.layouts import Layout, layout_of
+from gradweave.optim.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,12 @@ class Capture:
     Args:
         model: The model.
         catching: What is caught.
+        ranks: To be told of each forward; None where there is nothing to tell.
     """
 
-    def __init__(self, model: nn.Module, catching: Catching) -> None:
+    def __init__(self, model: nn.Module, catching: Catching, ranks: Ranks | None = None) -> None:
         self.masking = Masking()
-        self._catcher = Catcher()
+        self._catcher = Catcher(None if ranks is None else ranks.look)
         self.layers = []
         head = None if catching.words else head_over_words(model)
         for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample, left=head):

@@ -15,10 +15,11 @@ from gradweave.optim.apply import is_plain, look_ahead, new_momentum, times
 from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture, CoveredLayer
-from gradweave.optim.exchange import average_records, group_of
+from gradweave.optim.exchange import average_records
 from gradweave.optim.family import Layer, VectorOptimizer, check_hyperparameters, loss_scale, parameters_of
 from gradweave.optim.fused import FusedStep, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode
+from gradweave.optim.ranks import DEFAULT, Ranks
 from gradweave.optim.rules import (
     AUTHORS,
     INPUTS,
@@ -57,9 +58,9 @@ class _CapturedVectors(VectorOptimizer):
     ) -> None:
         given = parameters_of(model, params)
         check_hyperparameters(defaults)
-        self._process_group = group_of(model, process_group)
+        self.ranks = Ranks(model, process_group)
         self._catching = catching
-        self._capture = Capture(model, catching)
+        self._capture = Capture(model, catching, self.ranks)
         if not self._capture.layers:
             raise ArgumentError(
                 "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
@@ -149,9 +150,10 @@ class _CapturedVectors(VectorOptimizer):
 
     def begin_step(self) -> None:
         """Averages what was caught over data-parallel ranks."""
-        if self._process_group is not None:
+        group = None if self.ranks is None else self.ranks.group()
+        if group is not None:
             states = [self.state[p] for group in self.param_groups for p in group["params"]]
-            average_records([state["record"] for state in states if "record" in state], self._process_group)
+            average_records([state["record"] for state in states if "record" in state], group)
 
     def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:
         """Takes a step of our own rule on a GPU."""
@@ -294,7 +296,8 @@ class EvaF(_CapturedVectors):
         foreach: Update many tensors at once by torch's operations, or each by itself; by default the former, and
             kernels of our own on a GPU where they apply.
         capturable: Accepted for its convention: a step never waits for the device, and can always be captured.
-        process_group: Over which vectors are averaged; by default DistributedDataParallel's.
+        process_group: Over which vectors are averaged. By default over DistributedDataParallel's group, also where it
+            wraps the model later, and without one over all ranks; None for no averaging.
         faithful: The algorithm as published.
         reference: The choices of the authors' code.
     """
@@ -319,7 +322,7 @@ class EvaF(_CapturedVectors):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        process_group: Any = None,
+        process_group: Any = DEFAULT,
         faithful: bool = False,
         reference: bool = False,
     ) -> None:
@@ -389,7 +392,7 @@ class Eva(_CapturedVectors):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        process_group: Any = None,
+        process_group: Any = DEFAULT,
         faithful: bool = False,
         reference: bool = False,
     ) -> None:

@@ -21,6 +21,7 @@ from gradweave.marks import is_in_fusion
 from gradweave.optim import first_order
 from gradweave.optim.apply import Target, column_of_bias, times, wide_dtype
 from gradweave.optim.begun import Begun, Other, Plain
+from gradweave.optim.ranks import Ranks
 from gradweave.optim.rules import (
     LAYER,
     LOCAL_TRUSTS,
@@ -78,6 +79,9 @@ class VectorOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True
+
+    ranks: Ranks | None = None
+    """Over which ranks what backward has caught is averaged; None where gradients hold all that a step needs."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], manner: Manner) -> None:
         check_hyperparameters(defaults)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gradweave.optim.dense import DenseOptimizer, kl_scale
-from gradweave.optim.exchange import add_up, group_of
+from gradweave.optim.exchange import add_up
 from gradweave.optim.family import Layer, loss_scale
 from gradweave.optim.moments import MomentCapture, Moments, MomentTap
+from gradweave.optim.ranks import DEFAULT, Ranks
 
 
 class _Moments(DenseOptimizer):
@@ -35,11 +36,11 @@ class _Moments(DenseOptimizer):
         first_order: str = "sgd",
         first_order_lr: float | None = None,
         maximize: bool = False,
-        process_group: Any = None,
+        process_group: Any = DEFAULT,
     ) -> None:
-        self._process_group = group_of(model, process_group)
+        self.ranks = Ranks(model, process_group)
         self._moments: dict[int, Moments] = {}
-        self._capture = MomentCapture(model, outputs=self.outputs)
+        self._capture = MomentCapture(model, outputs=self.outputs, ranks=self.ranks)
         self._taps: dict[int, MomentTap] = {id(layer.weight): layer.tap for layer in self._capture.layers}
         defaults = {
             "lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay, "kl_clip": kl_clip,
@@ -72,8 +73,9 @@ class _Moments(DenseOptimizer):
     def begin_refresh(self, layers: list[Layer]) -> None:
         """Adds moments up over data-parallel ranks."""
         self._moments = {id(layer.weight): self._taps[id(layer.weight)].caught(layer.weight) for layer in layers}
-        if self._process_group is not None and layers and dist.get_world_size(self._process_group) > 1:
-            add_up([x for moments in self._moments.values() for x in moments.tensors], self._process_group)
+        group = None if self.ranks is None else self.ranks.group()
+        if group is not None and layers and dist.get_world_size(group) > 1:
+            add_up([x for moments in self._moments.values() for x in moments.tensors], group)
 
     def find_dense(self, layer: Layer, *, fresh: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Blends moments and inverts them if it is time, and multiplies from one or both sides."""
