@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.compat.optim import asked_by_grad_scaler
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.marks import is_in_fusion
 from gradweave.optim import first_order
@@ -78,8 +79,6 @@ class VectorOptimizer(Optimizer):
     decisions of a step are made on the device: nothing waits for it.
     """
 
-    _step_supports_amp_scaling = True
-
     ranks: Ranks | None = None
     """Over which ranks what backward has caught is averaged; None where gradients hold all that a step needs."""
 
@@ -87,6 +86,15 @@ class VectorOptimizer(Optimizer):
         check_hyperparameters(defaults)
         self.manner = manner
         super().__init__(params, defaults)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a step takes off a loss scale by itself, as torch's GradScaler asks, with the scale to hand it over.
+
+        To others, Lightning for one, the answer would mean that gradients may neither be unscaled nor clipped before a
+        step, scaler or not; they may.
+        """
+        return asked_by_grad_scaler()
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of some parameters that have vectors, each weight followed by its bias."""
