@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -32,8 +33,21 @@ def group_count() -> int:
 
 
 def active_ddp() -> Any:
-    """The DistributedDataParallel in whose forward this thread's code runs; None outside of one."""
-    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    """The DistributedDataParallel, also one that ``replicate`` has made, inside of whose forward this is; or None."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+
+
+def ddp_parameters(wrapper: Any) -> list[torch.Tensor]:
+    """The parameters that a DistributedDataParallel averages, without those that it was told to leave alone."""
+    return list(wrapper._module_parameters)
+
+
+def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
+    """Whether a module is, or is inside of, one that FSDP shards or replicates, whichever of the FSDPs."""
+    if getattr(module, "_is_fsdp_managed_module", False):
+        return True
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
 def joins_uneven_inputs(wrapper: Any) -> bool:
