@@ -7,7 +7,9 @@ from typing import Any
 from weakref import finalize
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.compiler import is_compiling
 
 from gradweave.compat.optim import zero_all
 from gradweave.errors import ArgumentError, GradweaveError
@@ -17,9 +19,9 @@ from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture, CoveredLayer
 from gradweave.optim.exchange import average_records
 from gradweave.optim.family import Layer, VectorOptimizer, check_hyperparameters, loss_scale, parameters_of
-from gradweave.optim.fused import FusedStep, is_fusible
+from gradweave.optim.fused import FusedStep, is_capturing, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode
-from gradweave.optim.ranks import DEFAULT, Ranks
+from gradweave.optim.ranks import DEFAULT, Alike, Ranks
 from gradweave.optim.rules import (
     AUTHORS,
     INPUTS,
@@ -59,6 +61,7 @@ class _CapturedVectors(VectorOptimizer):
         given = parameters_of(model, params)
         check_hyperparameters(defaults)
         self.ranks = Ranks(model, process_group)
+        self._alike = Alike(type(self).__name__, model)
         self._catching = catching
         self._capture = Capture(model, catching, self.ranks)
         if not self._capture.layers:
@@ -150,10 +153,14 @@ class _CapturedVectors(VectorOptimizer):
 
     def begin_step(self) -> None:
         """Averages what was caught over data-parallel ranks."""
-        group = None if self.ranks is None else self.ranks.group()
-        if group is not None:
-            states = [self.state[p] for group in self.param_groups for p in group["params"]]
-            average_records([state["record"] for state in states if "record" in state], group)
+        over = None if self.ranks is None else self.ranks.group()
+        if self.ranks is None or over is None or dist.get_world_size(over) == 1:
+            return
+        params = [p for group in self.param_groups for p in group["params"]]
+        records = [self.state[p]["record"] for p in params if "record" in self.state[p]]
+        if self.ranks.lender is None and not is_compiling() and not is_capturing(records[0].device):
+            self._alike.check(over, params, records)
+        average_records(records, over)
 
     def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:
         """Takes a step of our own rule on a GPU."""

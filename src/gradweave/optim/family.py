@@ -129,7 +129,7 @@ class VectorOptimizer(Optimizer):
             layer.state["size"] = norm.clamp_min(0.1 * weight.shape[0] ** 0.5).view(1)
 
     def begin_step(self) -> None:
-        """Before anything of a step is computed."""
+        """Before anything of a step is computed; also where this rank has no gradient: others may wait for it."""
 
     def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:  # noqa: ARG002
         """Takes a step in kernels of its own, where there are any; False if there are none."""
@@ -227,6 +227,8 @@ class VectorOptimizer(Optimizer):
                 self._prepare(layers, others)
                 if is_in_fusion(self) or not self.step_in_kernels(layers, others):
                     self._begin(layers, others).finish()
+        else:
+            self.begin_step()
         return loss
 
     @torch.no_grad()
@@ -244,6 +246,7 @@ class VectorOptimizer(Optimizer):
         finally:
             self.param_groups = groups
         if not layers and not others:
+            self.begin_step()
             return lambda _: None
         with _no_autocast(_device_of(layers, others)):
             self._prepare(layers, others)

@@ -13,7 +13,7 @@ from gradweave.optim.dense import DenseOptimizer, kl_scale
 from gradweave.optim.exchange import add_up
 from gradweave.optim.family import Layer, loss_scale
 from gradweave.optim.moments import MomentCapture, Moments, MomentTap
-from gradweave.optim.ranks import DEFAULT, Ranks
+from gradweave.optim.ranks import DEFAULT, Alike, Ranks
 
 
 class _Moments(DenseOptimizer):
@@ -39,6 +39,7 @@ class _Moments(DenseOptimizer):
         process_group: Any = DEFAULT,
     ) -> None:
         self.ranks = Ranks(model, process_group)
+        self._alike = Alike(type(self).__name__, model)
         self._moments: dict[int, Moments] = {}
         self._capture = MomentCapture(model, outputs=self.outputs, ranks=self.ranks)
         self._taps: dict[int, MomentTap] = {id(layer.weight): layer.tap for layer in self._capture.layers}
@@ -74,8 +75,12 @@ class _Moments(DenseOptimizer):
         """Adds moments up over data-parallel ranks."""
         self._moments = {id(layer.weight): self._taps[id(layer.weight)].caught(layer.weight) for layer in layers}
         group = None if self.ranks is None else self.ranks.group()
-        if group is not None and layers and dist.get_world_size(group) > 1:
-            add_up([x for moments in self._moments.values() for x in moments.tensors], group)
+        if self.ranks is None or group is None or not layers or dist.get_world_size(group) == 1:
+            return
+        message = [x for moments in self._moments.values() for x in moments.tensors]
+        if self.ranks.lender is None:
+            self._alike.check(group, [p for own in self.param_groups for p in own["params"]], message)
+        add_up(message, group)
 
     def find_dense(self, layer: Layer, *, fresh: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Blends moments and inverts them if it is time, and multiplies from one or both sides."""

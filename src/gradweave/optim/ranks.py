@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradweave.compat.distributed import active_ddp, joins_uneven_inputs
 from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.replicas import ReplicaError, Replicas
 
 DEFAULT = "default"
 """The ranks that average gradients, as far as they are known: DistributedDataParallel's, or all there are."""
@@ -107,6 +110,51 @@ class Ranks:
         for wrapper in self._seen.values():
             self.wrapper = wrapper
         self._seen.clear()
+
+
+class Alike:
+    """Sees to it, in the first steps and once in a while, that the ranks that are averaged over train one model.
+
+    Args:
+        of: Whose ranks, for messages.
+        model: Whose parameters have names.
+    """
+
+    def __init__(self, of: str, model: nn.Module) -> None:
+        self._of = of
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._group: Any = None
+        self._replicas: Replicas | None = None
+        self._sizes: list[int] = []
+        self._compared: list[tuple[str, torch.Tensor]] = []
+
+    def check(self, group: Any, params: Iterable[torch.Tensor], message: list[torch.Tensor]) -> None:
+        """Raises on all ranks, before anything has changed, if they have other weights or other messages to average.
+
+        Args:
+            group: The ranks.
+            params: What is trained.
+            message: What is to be averaged: as long on all ranks, or they would mix it up.
+        """
+        sizes = [tensor.numel() for tensor in message]
+        if self._replicas is None or group is not self._group:
+            self._replicas, self._group = Replicas(lambda: self._compared, group, of=self._of), group
+            self._sizes = sizes
+        self._compared = [("the sizes of vectors", torch.tensor(sizes, device=message[0].device))]
+        self._compared += [(self._names.get(id(p), f"parameter {number}"), p) for number, p in enumerate(params)]
+        try:
+            if sizes != self._sizes:
+                self._replicas.check("since layers were added")
+            self._replicas.check_now_and_then()
+        except ReplicaError as error:
+            raise ReplicaError(
+                f"{error}. Vectors are averaged over these ranks: if each trains a model of its own, give "
+                "process_group=None; if each has a part of one, or some train together, the group of those that have "
+                "the same weights"
+            ) from None
+        finally:
+            self._sizes = sizes
+            self._compared = []
 
 
 def _members(group: Any) -> list[int]:
