@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 
 from gradweave.compat.optim import zero_all
 from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.marks import pipeline_part
 from gradweave.optim.apply import is_plain, look_ahead, new_momentum, times
 from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
@@ -64,14 +65,19 @@ class _CapturedVectors(VectorOptimizer):
         self._alike = Alike(type(self).__name__, model)
         self._catching = catching
         self._capture = Capture(model, catching, self.ranks)
-        if not self._capture.layers:
-            raise ArgumentError(
-                "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
-            )
+        try:
+            if not self._capture.layers and pipeline_part(model) is None:
+                raise ArgumentError(
+                    "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
+                )
+            super().__init__(model, given, defaults, manner)
+            self._fused = FusedStep(self)
+            self._attach()
+            self._enlist()
+        except BaseException:
+            self._capture.remove()
+            raise
         finalize(self, self._capture.remove).atexit = False
-        super().__init__(given, defaults, manner)
-        self._fused = FusedStep(self)
-        self._attach()
 
     def padding_mask(self, mask: torch.Tensor) -> Masked:
         """Context in which the model is run with padding in its batch.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.compat.optim import asked_by_grad_scaler
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.marks import is_in_fusion
+from gradweave.marks import PipelinePart, is_in_fusion, pipeline_part
 from gradweave.optim import first_order
 from gradweave.optim.apply import Target, column_of_bias, times, wide_dtype
 from gradweave.optim.begun import Begun, Other, Plain
@@ -82,9 +82,13 @@ class VectorOptimizer(Optimizer):
     ranks: Ranks | None = None
     """Over which ranks what backward has caught is averaged; None where gradients hold all that a step needs."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], manner: Manner) -> None:
+    def __init__(
+        self, model: nn.Module, params: Iterable[Any], defaults: dict[str, Any], manner: Manner, *, alone: bool = False
+    ) -> None:
         check_hyperparameters(defaults)
         self.manner = manner
+        self._part = _pipeline_of(model, type(self).__name__, manner, alone=alone)
+        self._name = ""
         super().__init__(params, defaults)
 
     @property
@@ -225,10 +229,11 @@ class VectorOptimizer(Optimizer):
         if layers or others:
             with _no_autocast(_device_of(layers, others)):
                 self._prepare(layers, others)
-                if is_in_fusion(self) or not self.step_in_kernels(layers, others):
+                apart = is_in_fusion(self) or self._in_pipeline is not None
+                if apart or not self.step_in_kernels(layers, others):
                     self._begin(layers, others).finish()
         else:
-            self.begin_step()
+            self._go_along()
         return loss
 
     @torch.no_grad()
@@ -246,11 +251,30 @@ class VectorOptimizer(Optimizer):
         finally:
             self.param_groups = groups
         if not layers and not others:
-            self.begin_step()
+            self._go_along()
             return lambda _: None
         with _no_autocast(_device_of(layers, others)):
             self._prepare(layers, others)
             return self._begin(layers, others).finish
+
+    @property
+    def _in_pipeline(self) -> PipelinePart | None:
+        """Of what the model is a part, with which all is decided together; copies of an optimizer are of none."""
+        part: PipelinePart | None = vars(self).get("_part")
+        return part
+
+    def _enlist(self) -> None:
+        """Tells the other ranks of a pipeline, once all else of making an optimizer has gone well."""
+        if self._part is not None:
+            self._name = self._part.enlist()
+
+    def _go_along(self) -> None:
+        """Takes part in what other ranks do together in a step for which this one has no gradient."""
+        self.begin_step()
+        part = self._in_pipeline
+        device = next((p.device for group in self.param_groups for p in group["params"]), None)
+        if part is not None and device is not None:
+            part.all_agree(self._name, torch.ones((), dtype=torch.bool, device=device))
 
     def _refuse_parts(self) -> None:
         """Raises if only some of the gradients are to be stepped with, as fusion would do it.
@@ -337,12 +361,37 @@ class VectorOptimizer(Optimizer):
         """Whether the step may change anything, decided on the device: all gradients are finite."""
         keep = torch.isfinite(sum_of([square.to(torch.float64) for square in squares]))
         found = getattr(self, "found_inf", None)
-        return keep if found is None else keep & (found.reshape(()).to(keep.device) == 0)
+        if found is not None:
+            keep = keep & (found.reshape(()).to(keep.device) == 0)
+        part = self._in_pipeline
+        return keep if part is None else part.all_agree(self._name, keep)
 
     def _inverse_scale(self, device: torch.device) -> Number:
         """What gradients are to be multiplied by, under a GradScaler that leaves that to the optimizer."""
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else scale.reshape(()).to(device).double().reciprocal().float()
+
+
+def _pipeline_of(model: nn.Module, of: str, manner: Manner, *, alone: bool) -> PipelinePart | None:
+    """The pipeline of several ranks that a model is in.
+
+    Args:
+        model: The model.
+        of: The optimizer's class.
+        manner: Its rules.
+        alone: Whether it is not made for more than one rank.
+    """
+    part = pipeline_part(model)
+    if part is None or part.ranks == 1:
+        return None
+    if alone or manner.trust not in LOCAL_TRUSTS:
+        raise ArgumentError(
+            "model",
+            "part of a Pipeline",
+            f"{of} has one scale for all layers, which are on {part.ranks} ranks here; use Eva, EvaF or EvaS without "
+            "faithful and reference",
+        )
+    return part
 
 
 def _device_of(layers: list[Layer], others: list[Other]) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,12 @@ class _Moments(DenseOptimizer):
             "first_order_weight_decay": weight_decay, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": maximize,
             "foreach": None, "rule": None,
         }  # fmt: skip
-        super().__init__(model, params, refresh=refresh, defaults=defaults)
+        try:
+            super().__init__(model, params, refresh=refresh, defaults=defaults)
+        except BaseException:
+            self._capture.remove()
+            raise
+        finalize(self, self._capture.remove).atexit = False
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Weights of layers with hooks, each followed by its bias; both must be given."""

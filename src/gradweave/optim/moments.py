@@ -173,6 +173,7 @@ class MomentCapture:
         """Takes the taps off the model."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from gradweave.compat.distributed import active_ddp, joins_uneven_inputs
 from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.marks import pipeline_part
 from gradweave.replicas import ReplicaError, Replicas
 
 DEFAULT = "default"
@@ -36,6 +37,7 @@ class Ranks:
         if process_group is not None and not isinstance(process_group, str):
             _check_member(process_group)
         self._given = process_group
+        self._is_part = pipeline_part(model) is not None
         self._lent: Any = None
         self._lender: str | None = None
         self.wrapper: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -88,8 +90,8 @@ class Ranks:
             return self._lent
         if self.are_given:
             return self._given
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
+        if self._is_part or not (dist.is_available() and dist.is_initialized()):
+            return None  # other ranks of a pipeline have other layers
         self._find_wrapper()
         if self.wrapper is not None:
             if joins_uneven_inputs(self.wrapper):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from gradweave.pipeline.checks import BatchShapes, check_layers, check_model, ch
 from gradweave.pipeline.choice import Plan, Settings
 from gradweave.pipeline.clipping import clip_grad_norm, places_of
 from gradweave.pipeline.held import Ledger
-from gradweave.pipeline.stages import Stage
-from gradweave.pipeline.surroundings import Precision, undone
+from gradweave.pipeline.part import Mark
+from gradweave.pipeline.stages import Stage, total
+from gradweave.pipeline.surroundings import Precision
 from gradweave.pipeline.tied import TiedGradients, find_ties
 from gradweave.pipeline.together import Together
 from gradweave.schedule.costs import Costs
@@ -80,6 +81,7 @@ class Pipeline:
         self._together = Together(process_group, timeout)
         self._stages: list[Stage] = []
         self._runtime: Any = None
+        self._mark: Mark | None = None
         try:
             settings = Settings(policy, microbatches, group, max_in_flight, byte_budget, split)
             where = None if device is None else torch.device(device)
@@ -117,7 +119,7 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._loss_factor = 1.0
         self._losses: list[torch.Tensor] = []
-        self._started = False
+        self._started = self._is_trying = False
         self._shapes = BatchShapes(program.microbatches)
         self._first, self._last = 0 in stages, program.stages - 1 in stages
         self._stages = [
@@ -127,6 +129,7 @@ class Pipeline:
             )
             for stage in stages
         ]  # fmt: skip
+        self._mark = Mark(layers, list(self.module), self._tied.own, together)
         self._runtime = make_runtime(
             program.policy, program.ranks, self._stages, program.microbatches, self._loss, self._trial
         )
@@ -236,6 +239,8 @@ class Pipeline:
 
     def _drop_runtime(self) -> None:
         """Has it let go of messages and the group, whoever still has it: connections close when nobody has these."""
+        if self._mark is not None:
+            self._mark.remove()
         for stage in self._stages:
             stage.group = None
         self._stages.clear()
@@ -256,7 +261,9 @@ class Pipeline:
         self._together.leave(error)
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        """Of one micro-batch, as it enters backward."""
+        """Of one micro-batch, as it enters backward; in the trial run anything with a gradient does."""
+        if self._is_trying:
+            return total(output)
         with self._precision.used():
             loss = self._loss_fn(output, target)
         self._losses.append(loss.detach())
@@ -266,13 +273,18 @@ class Pipeline:
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """Undoes what torch's run on a first micro-batch, to find out shapes, does to buffers and losses."""
+        """Has torch's run on a first micro-batch, to find out shapes, leave nothing behind: not even in hooks."""
         if self._started:
             yield
             return
-        with undone(self.module, self.device):
-            yield
-        self._losses.clear()
+        self._is_trying = True
+        try:
+            with ExitStack() as stack:
+                for stage in self._stages:
+                    stack.enter_context(stage.trying())
+                yield
+        finally:
+            self._is_trying = False
 
 
 def _checked(model: Any) -> tuple[list[tuple[str, nn.Module]], GradweaveError | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -60,6 +61,18 @@ class Together:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def note(self, key: str) -> None:
+        """Leaves a note for the other ranks, without waiting for them."""
+        self._store.set(key, "1")
+
+    def missing(self, keys: Sequence[str], patience: timedelta) -> list[int]:
+        """Which of some notes are not there after a while, by their number."""
+        try:
+            self._store.wait(list(keys), patience)
+        except (RuntimeError, dist.DistError):
+            return [number for number, key in enumerate(keys) if not self._store.check([key])]
+        return []
 
     def global_rank(self, rank: int) -> int:
         """What torch calls a rank of the pipeline."""
