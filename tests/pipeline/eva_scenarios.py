@@ -5,6 +5,7 @@ import random
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import prune
 
 from gradweave import optim
 from gradweave.errors import ArgumentError, GradweaveError
@@ -46,7 +47,7 @@ def trained(kind, name, policy, *, spoiled=None, steps=4, microbatches=4):
         return max(float((p - wanted[name]).abs().max()) for name, p in own.items())
 
 
-def refused():
+def refused_rules():
     """What rules with one scale for all layers say; what a pipeline then still does."""
     pipe = Pipeline(make("linears"), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
     said = []
@@ -123,7 +124,7 @@ def trial(*, copied, split):
 
     layers = [Counted(copied=copied) for _ in range(4)]
     layers[1].linear = nn.utils.parametrizations.weight_norm(layers[1].linear)
-    nn.utils.prune.random_unstructured(layers[2].linear, "weight", 0.5)
+    prune.random_unstructured(layers[2].linear, "weight", 0.5)
     layers[2](torch.randn(3, 6))  # leaves a weight that cannot be copied
     layers[2].calls, layers[2].seen = 0, []
     random.seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,10 @@ class StageLayers(nn.Module):
         self.layers = nn.Sequential(OrderedDict(layers))
         self._held = held
         self._precision = precision
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageLayers:
+        """Copies of the layers, as the same stage runs them."""
+        return StageLayers(copy.deepcopy(list(self.layers.named_children()), memo), self._held, self._precision)
 
     def forward(self, *given: Any) -> Any:
         """Runs the layers; the weight gradients of linear and convolution layers are held back."""
