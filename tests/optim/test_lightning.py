@@ -46,8 +46,8 @@ def test_only_a_scaler_is_told_that_steps_take_off_its_scale(tmp_path):
 WORKER = """
 import os, sys
 rank, store = int(sys.argv[1]), sys.argv[2]
-os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[3], "TORCHELASTIC_RUN_ID": "1"}
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[3], "TORCHELASTIC_RUN_ID": "1"}
 import torch
 from gradweave.optim import Eva, EvaF
 from optim.lightning_runs import CLIP, in_lightning

@@ -20,7 +20,7 @@ def test_two_ranks(tmp_path):
 
 @pytest.mark.parametrize("cls", [Eva, EvaF, KFAC])
 def test_groups_that_are_none(cls):
-    with pytest.raises(ArgumentError, match="process_group='world'.*leave it out"):
+    with pytest.raises(ArgumentError, match=r"process_group='world'.*leave it out"):
         cls(make_mlp(), process_group="world")
     with pytest.raises(ArgumentError, match="init_process_group"):
         cls(make_mlp(), process_group=object())

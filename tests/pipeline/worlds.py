@@ -12,7 +12,7 @@ SECONDS = 60
 
 
 class World:
-    """Processes that wait for scenarios: functions of ``pipeline.scenarios`` or ``eva_scenarios``, called with the arguments given."""
+    """Processes that wait for scenarios: functions of ``scenarios`` or ``eva_scenarios``, called with arguments."""
 
     def __init__(self, folder, size=2, *, tcp=False):
         self.size = size

@@ -145,7 +145,8 @@ def coverable(
         if not weight.requires_grad or weight.numel() == 0:
             continue
         bias = own.get("bias")
-        if bias is not None and (owners[id(bias)] > 1 or id(bias) in tied or not bias.requires_grad or not layout.takes_bias):
+        is_shared = bias is not None and (owners[id(bias)] > 1 or id(bias) in tied)
+        if bias is not None and (is_shared or not bias.requires_grad or not layout.takes_bias):
             bias = None
         yield name, module, layout, weight, bias
     if left_out:

@@ -19,9 +19,9 @@ from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture, CoveredLayer
 from gradweave.optim.exchange import average_records
-from gradweave.optim.family import Layer, VectorOptimizer, check_hyperparameters, loss_scale, parameters_of
+from gradweave.optim.family import Layer, VectorOptimizer, loss_scale, parameters_of
 from gradweave.optim.fused import FusedStep, is_capturing, is_fusible
-from gradweave.optim.hyperparameters import Given, Mode
+from gradweave.optim.hyperparameters import Given, Mode, check_hyperparameters
 from gradweave.optim.ranks import DEFAULT, Alike, Ranks
 from gradweave.optim.rules import (
     AUTHORS,
@@ -272,7 +272,7 @@ def matrices(grad: torch.Tensor, groups: int, *, columns_first: bool) -> torch.T
 
 
 def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
-    if samples is not None and samples < 1:
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ArgumentError("samples", samples, "give at least 1, or None")
     if mode is Mode.REFERENCE:
         samples = samples or REFERENCE_SAMPLES

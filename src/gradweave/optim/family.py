@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from gradweave.marks import PipelinePart, is_in_fusion, pipeline_part
 from gradweave.optim import first_order
 from gradweave.optim.apply import Target, column_of_bias, times, wide_dtype
 from gradweave.optim.begun import Begun, Other, Plain
+from gradweave.optim.hyperparameters import check_hyperparameters
 from gradweave.optim.ranks import Ranks
 from gradweave.optim.rules import (
     LAYER,
@@ -451,28 +450,6 @@ def loss_scale(optimizer: Optimizer) -> Number:
     return 1.0
 
 
-def check_hyperparameters(defaults: dict[str, Any]) -> None:
-    """Raises for a value that no step can be taken with; tensors are not looked at, which would wait for a device."""
-    for name, most in (("damping", sys.float_info.max), ("output_damping", sys.float_info.max), ("kl_clip", math.inf)):
-        value = defaults.get(name)
-        if value is not None and not isinstance(value, torch.Tensor) and not 0 < value <= most:
-            raise ArgumentError(name, value, "give a positive number")
-    if isinstance(defaults["lr"], torch.Tensor) and defaults["lr"].numel() != 1:
-        raise ArgumentError("lr", defaults["lr"], "give a tensor of one element")
-    for name in ("lr", "momentum", "weight_decay", "first_order_weight_decay", "eps"):
-        value = defaults[name]
-        if not isinstance(value, torch.Tensor) and not 0 <= value < math.inf:
-            raise ArgumentError(name, value, "give a finite number that is not negative")
-    for beta in defaults["betas"]:
-        if not isinstance(beta, torch.Tensor) and not 0 <= beta < 1:
-            raise ArgumentError("betas", defaults["betas"], "give two numbers from 0 to below 1")
-    average = defaults["running_average"]
-    if not isinstance(average, torch.Tensor) and not 0 < average <= 1:
-        raise ArgumentError("running_average", average, "give the new value's weight, above 0 to 1")
-    if defaults["first_order"] not in first_order.RULES:
-        raise ArgumentError("first_order", defaults["first_order"], f"use one of {', '.join(first_order.RULES)}")
-
-
 def _size(layer: Layer) -> torch.Tensor:
     """What a layer's steps are measured by."""
     size: torch.Tensor | None = layer.state.get("size")
@@ -497,5 +474,9 @@ def parameters_of(model: nn.Module, params: Iterable[Any] | None) -> list[Any]:
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
     if params is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    if isinstance(params, (str, bytes, dict)) or not isinstance(params, Iterable):
+        raise ArgumentError(
+            "params", params, "give parameters, or groups of them; all else by its name, such as lr=0.1"
+        )
     given = list(params)
     return given if given and isinstance(given[0], dict) else [{"params": given}]

@@ -82,4 +82,3 @@ class Mark:
                 "whether a step is taken: make one of the same kind on each rank, before the first step"
             )
         self._complete.add(name)
-

@@ -109,8 +109,8 @@ class Stage(PipelineStage):
         if shapes != self._shapes:
             raise GradweaveError(
                 f"{where} was of shape {_shown(self._shapes)} for the first micro-batch, and is of shape "
-                f"{_shown(shapes)} now: it must not change; pad it, use the same precision in all steps, and have hooks "
-                "leave it as it is"
+                f"{_shown(shapes)} now: it must not change; pad it, use the same precision in all steps, and "
+                "have hooks leave it as it is"
             )
         needed = [one.requires_grad for one in parts]
         self._needed = self._needed or needed
