@@ -356,3 +356,8 @@ def hooks_suspended(module: torch.nn.Module) -> Iterator[None]:
 def _computes_a_weight(hook: Any) -> bool:
     """As weight and spectral norm and pruning do."""
     return any(base.__module__.startswith("torch.nn.utils.") for base in type(hook).__mro__)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one."""
+    return bool(tensor._is_view())

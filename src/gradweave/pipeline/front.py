@@ -120,6 +120,8 @@ class Pipeline:
         self._loss_factor = 1.0
         self._losses: list[torch.Tensor] = []
         self._started = self._is_trying = False
+        self._steps = 0
+        self._heeds_others = True
         self._shapes = BatchShapes(program.microbatches)
         self._first, self._last = 0 in stages, program.stages - 1 in stages
         self._stages = [
@@ -162,10 +164,9 @@ class Pipeline:
             The mean loss of the micro-batches, without the factor, on the rank of the last stage; None elsewhere.
         """
         self._check_running()
+        self._steps += 1
+        given, wanted = self._admitted(inputs, target)
         try:
-            check_parameters(self.module)
-            given = self._shapes.inputs(inputs) if self._first else ()
-            wanted = self._shapes.target(target) if self._last else None
             self._loss_factor = loss_factor
             with self._tied.summed(), self._precision.left():
                 self._runtime.step(*given, target=wanted, losses=[], return_outputs=False)
@@ -176,6 +177,47 @@ class Pipeline:
             raise
         finally:
             self._losses.clear()
+
+    def _admitted(self, inputs: Any, target: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """What the runtime is given of a batch.
+
+        Raises:
+            GradweaveError: For what cannot be trained with. If all ranks find that, the pipeline can go on.
+        """
+        given: tuple[torch.Tensor, ...] = ()
+        wanted = problem = None
+        try:
+            if not torch.is_grad_enabled():
+                raise GradweaveError(
+                    "step() under no_grad() or inference_mode(): it trains; to evaluate, gather the state into the "
+                    "plain model, or take a step outside of that and drop its gradients"
+                )
+            check_parameters(self.module)
+            given = self._shapes.inputs(inputs) if self._first else ()
+            wanted = self._shapes.target(target) if self._last else None
+            beside = ({} if self._first else {"inputs": inputs}) | ({} if self._last else {"target": target})
+            if self._heeds_others and self._shapes.is_odd(**beside):
+                reason = self._together.refusal(self._steps)
+                self._heeds_others = reason is not None
+                problem = None if reason is None else GradweaveError(reason)
+        except GradweaveError as error:
+            problem = error
+        try:
+            if not self._started:
+                refuse_together(self._together, problem)
+            elif problem is not None and self._together.all_refuse(self._steps, str(problem)):
+                raise problem
+        except GradweaveError:
+            if not self._started:
+                self._shapes = BatchShapes(self.plan.program.microbatches)
+            raise
+        except BaseException as error:
+            self._stop(error)
+            raise
+        if problem is not None:
+            self._stop(problem)
+            raise problem
+        return given, wanted
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips as ``torch.nn.utils.clip_grad_norm_`` would with the whole model; all ranks call it.

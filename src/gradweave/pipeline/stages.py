@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from gradweave.compat.eager import is_view
 from gradweave.errors import GradweaveError
 from gradweave.pipeline.held import HeldGradients, Ledger
 from gradweave.pipeline.surroundings import Precision
@@ -51,8 +52,15 @@ class StageLayers(nn.Module):
                     f"layers {names} return a tuple of one tensor, which the next layer would get as a tensor; return "
                     "the tensor"
                 )
-            return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in value)
-        return value.contiguous() if isinstance(value, torch.Tensor) else value
+            return tuple(map(self._handed_on, value))
+        return self._handed_on(value)
+
+    def _handed_on(self, value: Any) -> Any:
+        """In one piece; torch's split of backward detaches it in place, which views cannot be."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.contiguous()
+        return value.clone() if self._held is None and is_view(value) else value
 
 
 class _Received(torch.autograd.Function):
