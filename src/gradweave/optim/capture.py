@@ -145,6 +145,10 @@ class Tap:
         layout = self.layout
         return layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
 
+    def count_of(self, record: torch.Tensor) -> torch.Tensor:
+        """Of how many places a record is."""
+        return record[self.layout.groups * self.layout.inputs]
+
     @property
     def tells_rows_apart(self) -> bool:
         """Whether it matters which sample a row is of, or which rows are padding."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 from weakref import finalize
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.compiler import is_compiling
 
+from gradweave.announce import announce
+from gradweave.compat.eager import watchers
 from gradweave.compat.optim import zero_all
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.marks import pipeline_part
@@ -72,6 +75,7 @@ class _CapturedVectors(VectorOptimizer):
                 )
             super().__init__(model, given, defaults, manner)
             self._fused = FusedStep(self)
+            self._has_looked = False
             self._attach()
             self._enlist()
         except BaseException:
@@ -160,13 +164,49 @@ class _CapturedVectors(VectorOptimizer):
     def begin_step(self) -> None:
         """Averages what was caught over data-parallel ranks."""
         over = None if self.ranks is None else self.ranks.group()
-        if self.ranks is None or over is None or dist.get_world_size(over) == 1:
-            return
+        if over is not None and dist.get_world_size(over) > 1:
+            self._average(over)
+        if not vars(self).get("_has_looked", True) and not is_compiling() and not watchers():
+            self._look_at_first_step()
+
+    def _average(self, over: Any) -> None:
         params = [p for group in self.param_groups for p in group["params"]]
         records = [self.state[p]["record"] for p in params if "record" in self.state[p]]
-        if self.ranks.lender is None and not is_compiling() and not is_capturing(records[0].device):
+        is_lent = self.ranks is None or self.ranks.lender is not None
+        if not is_lent and not is_compiling() and not is_capturing(records[0].device):
             self._alike.check(over, params, records)
         average_records(records, over)
+
+    def _look_at_first_step(self) -> None:
+        """Raises if backward has left gradients, and nothing of the layers that these are of: no hook has run.
+
+        That is so where Dynamo has compiled a model before it had hooks: it does not look for new ones.
+        """
+        layers = self._capture.layers if "_capture" in vars(self) else []
+        used = [layer for layer in layers if layer.weight.grad is not None and layer.tap.record is not None]
+        if not used or is_capturing(used[0].weight.device):
+            return
+        counts = [layer.tap.count_of(self.state[layer.weight]["record"]).to("cpu") for layer in used]
+        unseen = [layer.name for layer, count in zip(used, counts, strict=True) if not float(count) > 0]
+        moved = not unseen or any(
+            bool((layer.weight.grad != 0).any()) for layer in used if layer.weight.grad is not None
+        )
+        if not moved:
+            return  # as checkpoints have a step taken, to have state made
+        self._has_looked = True
+        if len(unseen) == len(used):
+            raise GradweaveError(
+                "there are gradients, and no hook of a layer has run: if the model was compiled and run before this "
+                "optimizer was made, call torch.compiler.reset() now; gradients that are made otherwise than by a "
+                "backward through the model's layers have no vectors, and need another optimizer"
+            )
+        if unseen:
+            named = ", ".join(unseen[:3]) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
+            announce(
+                f"optim: {named} have gradients, and their inputs were not seen in the first step: until they are, "
+                "these gradients are used as they are",
+                level=logging.WARNING,
+            )
 
     def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:
         """Takes a step of our own rule on a GPU."""
