@@ -11,6 +11,10 @@ from gradweave.optim import Eva, EvaF
 from optim.models import loss_of, make_mlp, rows, train, weights
 
 
+compiling = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+
+
+@compiling
 @pytest.mark.parametrize("cls", [Eva, EvaF])
 def test_a_model_that_was_compiled_and_run_before(cls):
     torch.compiler.reset()
@@ -31,6 +35,7 @@ def test_a_model_that_was_compiled_and_run_before(cls):
     assert torch.equal(weights(model), weights(other))
 
 
+@compiling
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_a_model_that_is_compiled_after(fullgraph):
     torch.compiler.reset()
