@@ -41,7 +41,7 @@ def unseen(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
         stays: AbstractContextManager[None] = nullcontext()
     except Exception:  # whatever a module's own parts raise
         runs, stays = module, _put_back(module)
-    with _random_numbers_kept(device), stays:
+    with random_numbers_kept(device), stays:
         yield runs
 
 
@@ -58,7 +58,8 @@ def _put_back(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _random_numbers_kept(device: torch.device) -> Iterator[None]:
+def random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """Context behind which random numbers go on where they were: torch's, Python's and NumPy's."""
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

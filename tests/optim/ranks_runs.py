@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradweave import compile as compile_step
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim import KFAC, Eva, EvaF
 from gradweave.replicas import ReplicaError
@@ -158,6 +159,19 @@ def uneven_inputs(rank):
     assert torch.equal(weights(model), before)
 
 
+def compiled_steps(rank):
+    """A compiled step averages nothing: refused before anything has changed, or each rank for itself."""
+    model, other = make_mlp(), make_mlp()
+    before = weights(model)
+    x = own(rank)[0]
+    message = raised(GradweaveError, lambda: compile_step(model, loss_of, Eva(model), lower="replay")(x))
+    assert "which compile() does not" in message
+    assert torch.equal(weights(model), before)
+    compile_step(model, loss_of, Eva(model, process_group=None), lower="replay")(x)
+    train(other, Eva(other, process_group=None), [x])
+    assert torch.equal(weights(model), weights(other))
+
+
 def lent(rank):
     """Another technique says over whom."""
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
@@ -182,7 +196,7 @@ def run_all(rank, store):
     any_order(rank, made_before)
     for scenario in (
         by_hand, a_model_of_ones_own, gradients_of_ones_own, another_layer, a_wrapper_of_fewer_ranks, odd_loops,
-        uneven_inputs, lent,
+        uneven_inputs, compiled_steps, lent,
     ):  # fmt: skip
         scenario(rank)
         dist.barrier()

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 from gradweave.announce import announce
 from gradweave.compat.eager import watchers
 from gradweave.compat.optim import zero_all
+from gradweave.compat.tracing import is_traced_to_operations
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.marks import pipeline_part
 from gradweave.optim.apply import is_plain, look_ahead, new_momentum, times
@@ -22,7 +23,7 @@ from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture, CoveredLayer
 from gradweave.optim.exchange import average_records
-from gradweave.optim.family import Layer, VectorOptimizer, loss_scale, parameters_of
+from gradweave.optim.family import COPY, Layer, VectorOptimizer, loss_scale, parameters_of
 from gradweave.optim.fused import FusedStep, is_capturing, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode, check_hyperparameters
 from gradweave.optim.ranks import DEFAULT, Alike, Ranks
@@ -151,10 +152,7 @@ class _CapturedVectors(VectorOptimizer):
     def prepare_layer(self, layer: Layer) -> None:
         """Makes momentum; vectors were made with the optimizer."""
         if "_capture" not in vars(self):
-            raise GradweaveError(
-                "this optimizer has no hooks on a model: it is a copy, or was detached; make one for the model, and "
-                "load the state dict of this one"
-            )
+            raise GradweaveError(COPY)
         layer.columns_first = bool(layer.state["columns_first"])
         self.prepare_size(layer)
         for p, state in ((layer.weight, layer.state), (layer.bias, layer.bias_state)):
@@ -170,6 +168,11 @@ class _CapturedVectors(VectorOptimizer):
             self._look_at_first_step()
 
     def _average(self, over: Any) -> None:
+        if is_traced_to_operations():
+            raise GradweaveError(
+                "averages vectors over ranks, which compile() does not; train without compile(), or give "
+                "process_group=None if each rank trains a model of its own"
+            )
         params = [p for group in self.param_groups for p in group["params"]]
         records = [self.state[p]["record"] for p in params if "record" in self.state[p]]
         is_lent = self.ranks is None or self.ranks.lender is not None

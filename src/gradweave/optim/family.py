@@ -42,6 +42,10 @@ VECTORS = "vectors"
 """The rule of groups whose parameters have vectors."""
 
 
+COPY = (
+    "this optimizer has no hooks on a model: it is a copy, or was detached; make one for the model, and load the state "
+    "dict of this one"
+)
 _PRECISE = ("record", "input_vector", "output_vector", "mode_vectors", "size", "exp_avg", "exp_avg_sq")
 """State that is not of its parameter's precision."""
 
@@ -276,10 +280,12 @@ class VectorOptimizer(Optimizer):
             part.all_agree(self._name, torch.ones((), dtype=torch.bool, device=device))
 
     def _refuse_parts(self) -> None:
-        """Raises if only some of the gradients are to be stepped with, as fusion would do it.
+        """Raises if only some of the gradients are to be stepped with, as fusion would do it; and in a copy.
 
         Tensors that stand for parameters while a step is traced may be fewer: those of unused layers are missing.
         """
+        if "manner" not in vars(self):
+            raise GradweaveError(COPY)
         params = [p for group in self.param_groups for p in group["params"]]
         own = vars(self).get("_own_parameters", 0)
         if (
