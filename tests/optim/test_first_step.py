@@ -10,7 +10,6 @@ from gradweave.errors import GradweaveError
 from gradweave.optim import Eva, EvaF
 from optim.models import loss_of, make_mlp, rows, train, weights
 
-
 compiling = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 
 

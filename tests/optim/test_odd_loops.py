@@ -6,6 +6,7 @@ trained plainly with a fresh optimizer: whatever else happened must have left no
 
 import copy
 import threading
+from contextlib import suppress
 
 import torch
 from hypothesis import given, settings
@@ -112,10 +113,8 @@ class Loop:
         self.optimizer.zero_grad()
 
     def failing_forward(self, x):
-        try:
+        with suppress(RuntimeError):
             self.model(x[:, :3])
-        except RuntimeError:
-            pass
 
     def save_and_load(self, _):
         """In the middle of anything, into the same optimizer."""
