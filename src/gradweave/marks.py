@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -87,3 +90,44 @@ def is_trained_in_parallel(model: nn.Module) -> bool:
     """Whether a DataParallel trains a model, or a part of it."""
     hooks = (hook for module in model.modules() for hook in load_hooks(module))
     return any(isinstance(hook, DataParallelMark) and hook.here for hook in hooks)
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinePart:
+    """What of a model that is spread over ranks is on this one, as far as an optimizer of layers must know.
+
+    Attributes:
+        ranks: How many there are.
+        tied: The ids of parameters that other ranks have too.
+        embeddings: The shapes of all embeddings' weights, on whichever rank.
+        has_last_linear: Whether the model's last linear layer is here.
+        enlist: Says without waiting that an optimizer of this rank will ask the others; returns by which name.
+        all_agree: Whether a flag is set on all ranks, on which optimizers of that name ask at the same point.
+    """
+
+    ranks: int
+    tied: frozenset[int]
+    embeddings: frozenset[tuple[int, ...]]
+    has_last_linear: bool
+    enlist: Callable[[], str]
+    all_agree: Callable[[str, torch.Tensor], torch.Tensor]
+
+
+class PipelineMark(ModuleHook):
+    """A hook on loading by which a layer says that it is in a pipeline; a copy of the layer is not."""
+
+    def __init__(self, part: PipelinePart | None = None) -> None:
+        super().__init__()
+        self.part = part
+
+    def __deepcopy__(self, _: object) -> PipelineMark:
+        return PipelineMark()
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
+
+
+def pipeline_part(model: nn.Module) -> PipelinePart | None:
+    """What a model, or a layer of it, is in a pipeline's; None if it is in none."""
+    hooks = (hook for module in model.modules() for hook in load_hooks(module))
+    return next((hook.part for hook in hooks if isinstance(hook, PipelineMark) and hook.part is not None), None)

@@ -1,6 +1,7 @@
 """The family as torch.optim.Optimizers: groups, schedulers, state dicts, hooks, and bad input."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -561,3 +562,76 @@ def test_empty_parameters(cls):
     (loss_of(model, torch.randn(6, 4)) + model.empty.sum()).backward()
     optimizer.step()
     assert weights(model).isfinite().all()
+
+
+@every
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"lr": "0.1"}, "lr='0.1'"),
+        ({"momentum": 2}, "momentum=2"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"weight_decay": "no"}, "weight_decay='no'"),
+        ({"damping": "0.1"}, "damping='0.1'"),
+        ({"first_order_lr": "0.1"}, "first_order_lr='0.1'"),
+        ({"first_order_lr": -1}, "first_order_lr=-1"),
+        ({"betas": 0.9}, "betas=0.9"),
+        ({"betas": ("0.9", 0.99)}, "betas='0.9'"),
+        ({"running_average": [1]}, "running_average="),
+        ({"params": 0.1}, "params=0.1: give parameters"),
+        ({"params": "weight"}, "params='weight'"),
+    ],
+)
+def test_what_is_no_number_is_refused_and_leaves_no_hook(cls, arguments, message):
+    model = make_mlp()
+    with pytest.raises(ArgumentError, match=message):
+        cls(model, **arguments)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+FAILING = ["gradweave.optim.eva.FusedStep", "gradweave.optim.eva._CapturedVectors._attach",
+           "gradweave.optim.family.VectorOptimizer.add_param_group", "gradweave.optim.coverage.watch_projections",
+           "gradweave.optim.family.VectorOptimizer._enlist"]  # fmt: skip
+
+
+@pytest.mark.parametrize("failing", FAILING)
+@captured
+def test_an_optimizer_that_cannot_be_made_leaves_no_hook(cls, failing, monkeypatch):
+    """Each step of making one fails in turn."""
+
+    def fail(*_, **__):
+        raise RuntimeError("failed")
+
+    attention = nn.MultiheadAttention(8, 2)
+    model = nn.ModuleList([make_mlp(), attention])
+    with monkeypatch.context() as patch:
+        patch.setattr(failing, fail)
+        with pytest.raises(RuntimeError, match="failed"):
+            cls(model)
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+    cls(model)
+
+
+@captured
+def test_a_hook_that_cannot_be_put_on_takes_the_others_along(cls, monkeypatch):
+    model = make_mlp()
+    stuck = model[4]
+    monkeypatch.setattr(stuck, "register_forward_hook", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cls(model)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("cls", [KFAC, FOOF])
+def test_dense_optimizers_take_their_hooks_along(cls):
+    model = make_mlp()
+    with pytest.raises(ArgumentError):
+        cls(model, refresh=0)
+    assert not any(module._forward_hooks for module in model.modules())
+    optimizer = cls(model)
+    assert any(module._forward_hooks for module in model.modules())
+    del optimizer
+    gc.collect()
+    assert not any(module._forward_hooks for module in model.modules())

@@ -477,3 +477,74 @@ def closed_between_groups():
     message = raised(lambda: second.step(*batch("linears")))
     second.close()
     return message
+
+
+def refused_steps(how):
+    """What some ranks, or all, refuse of a step; whether the pipeline goes on; its gradients' distance from stock's."""
+    pipe = Pipeline(make("linears"), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    x, y = batch("linears", seed=0)
+    odd = {
+        "smaller": lambda: pipe.step(x[:4], y[:4]),
+        "no grad": lambda: torch.no_grad()(pipe.step)(x, y),
+        "first without a target": lambda: pipe.step(x, None),
+        "first with a dict": lambda: pipe.step({"x": x}, y),
+        "first with a tuple": lambda: pipe.step(x, (y, y)),
+        "first not a multiple": lambda: pipe.step(x[:6], y[:6]),
+    }[how]
+    if not how.startswith("first"):
+        pipe.step(x, y)
+        pipe.module.zero_grad()
+    said = raised(odd)
+    pipe.step(x, y)
+    stock = make("linears")
+    stock_step(stock, "linears", 4, seed=0)
+    grads = {n: p.grad for n, p in stock.named_parameters()}
+    worst = max(float((p.grad - grads[n]).abs().max()) for n, p in pipe.module.named_parameters())
+    pipe.close()
+    return said, worst
+
+
+class _Viewing(torch.nn.Module):
+    """A layer whose output is a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.linear(x.reshape(-1, 6)).view(-1, 2, 6)
+
+
+def views(split, policy):
+    """Largest difference of a gradient where all stages hand on views."""
+    torch.manual_seed(0)
+    layers = [_Viewing() for _ in range(2 * dist.get_world_size())]
+    torch.manual_seed(0)
+    stock = torch.nn.Sequential(*[_Viewing() for _ in layers])
+    x, y = torch.randn(8, 2, 6), torch.randn(8, 2, 6)
+    pipe = Pipeline(torch.nn.Sequential(*layers), loss_fn, microbatches=4, policy=policy, split=split, timeout=20)
+    pipe.step(x, y)
+    for one, other in zip(x.chunk(4), y.chunk(4), strict=True):
+        (loss_fn(stock(one), other) / 4).backward()
+    grads = {n: p.grad for n, p in stock.named_parameters()}
+    worst = max(float((p.grad - grads[n]).abs().max()) for n, p in pipe.module.named_parameters())
+    pipe.close()
+    return worst
+
+
+def reentrant():
+    """What a checkpoint that cannot be split says, and what is left."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Recomputed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 6)
+
+        def forward(self, x):
+            return checkpoint(self.linear, x, use_reentrant=True)
+
+    layers = [torch.nn.Linear(6, 6), *(Recomputed() for _ in range(3))]
+    pipe = Pipeline(torch.nn.Sequential(*layers), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    said = raised(lambda: pipe.step(*batch("linears")))
+    return said, [p.grad is None for p in pipe.module.parameters()]

@@ -88,3 +88,38 @@ def test_a_rank_that_dies(fresh, victim):
     for rank, (message, seconds) in world.run("death", victim=victim, ranks=others).items():
         assert "the pipeline has stopped" in message, (rank, message)
         assert seconds < SOON
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("smaller", "leave the last, smaller batch out"),
+        ("no grad", "outside of that"),
+        ("first without a target", "target=None: give a tensor"),
+        ("first with a dict", "inputs='dict': give a tensor"),
+        ("first with a tuple", "target='tuple': give a tensor"),
+        ("first not a multiple", "must be a multiple of the 4 micro-batches"),
+    ],
+)
+def test_a_step_that_all_ranks_refuse_ends_nothing(two, how, message):
+    for rank, (said, worst) in two.run("refused_steps", how=how).items():
+        assert message in said, (rank, said)
+        assert worst == 0
+
+
+@pytest.mark.parametrize("how", ["smaller", "first without a target"])
+def test_ranks_that_need_nothing_of_a_batch_hear_of_it(three, how):
+    for said, worst in three.run("refused_steps", how=how).values():
+        assert "smaller batch" in said or "target=None" in said
+        assert worst == 0
+
+
+@pytest.mark.parametrize(("split", "policy"), [("torch", "fast_forward"), ("torch", "modulo"), ("fast", "modulo")])
+def test_stages_may_hand_on_views(three, split, policy):
+    assert set(three.run("views", split=split, policy=policy).values()) == {0.0}
+
+
+def test_reentrant_checkpoints_are_refused(two):
+    for said, left in two.run("reentrant").values():
+        assert "use_reentrant=False" in said, said
+        assert all(left)

@@ -12,7 +12,7 @@ SECONDS = 60
 
 
 class World:
-    """Processes that wait for scenarios: functions of ``pipeline.scenarios``, called with the arguments given."""
+    """Processes that wait for scenarios: functions of ``scenarios`` or ``eva_scenarios``, called with arguments."""
 
     def __init__(self, folder, size=2, *, tcp=False):
         self.size = size
@@ -48,7 +48,7 @@ def _serve(connection, store, rank, size):
     import torch
     import torch.distributed as dist
 
-    from pipeline import scenarios
+    from pipeline import eva_scenarios, scenarios
 
     os.environ["RANK"] = str(rank)
     torch.set_num_threads(1)
@@ -56,7 +56,8 @@ def _serve(connection, store, rank, size):
     while True:
         name, arguments = connection.recv()
         try:
-            answer = True, getattr(scenarios, name)(**arguments)
+            module = scenarios if hasattr(scenarios, name) else eva_scenarios
+            answer = True, getattr(module, name)(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
         connection.send(answer)

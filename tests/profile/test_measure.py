@@ -1,4 +1,5 @@
 import logging
+import random
 
 import pytest
 import torch
@@ -173,3 +174,18 @@ def test_an_autocast_around_it_and_a_batch_that_is_changed(caplog):
     assert len(costs.layers) >= 2
     assert "is traced" not in caplog.text
     assert torch.equal(x, torch.ones(3, 4))
+
+
+def test_hooks_of_the_user_and_random_numbers_of_python_see_nothing():
+    model, loss_fn, optimizer, batch = setting()
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append("forward"))
+    model[2].register_forward_pre_hook(lambda *_: seen.append("before"))
+    model[4].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model.register_forward_pre_hook(lambda *_: random.seed(1))
+    random.seed(0)
+    measure_costs(model, loss_fn, optimizer, batch)
+    assert seen == []
+    assert random.random() == random.Random(0).random()
+    model(batch[0])
+    assert seen == ["forward", "before"]

@@ -59,3 +59,8 @@ def end_group(group: Any) -> None:
     names = torch.distributed.distributed_c10d._world.pg_names
     if group in names and all(name.isdecimal() for name in names.values()):
         torch.distributed.destroy_process_group(group)
+
+
+def joins_uneven_inputs(wrapper: Any) -> bool:
+    """Whether a DistributedDataParallel is in its ``join()``, where ranks may run out of inputs at different steps."""
+    return bool(wrapper._join_config.enable)

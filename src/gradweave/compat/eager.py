@@ -354,3 +354,29 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copies each source into its target; on a GPU in few kernels."""
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@contextmanager
+def hooks_suspended(module: torch.nn.Module) -> Iterator[None]:
+    """Context in which a module and its parts have no hooks but those of torch's that compute weights."""
+    suspended = [(part, name, vars(part)[name]) for part in module.modules() for name in _MODULE_HOOKS]
+    for part, name, hooks in suspended:
+        vars(part)[name] = OrderedDict((key, hook) for key, hook in hooks.items() if _computes_a_weight(hook))
+    try:
+        yield
+    finally:
+        for part, name, hooks in suspended:
+            vars(part)[name] = hooks
+
+
+def _computes_a_weight(hook: Any) -> bool:
+    """As weight and spectral norm and pruning do."""
+    return any(base.__module__.startswith("torch.nn.utils.") for base in type(hook).__mro__)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a view of another one."""
+    return bool(tensor._is_view())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -38,3 +39,8 @@ def zero_all(tensors: Tensors) -> None:
     """Sets many tensors to zero, in place."""
     if tensors:
         torch._foreach_zero_(list(tensors))
+
+
+def asked_by_grad_scaler() -> bool:
+    """Whether it is torch's GradScaler that reads the property from whose code this is called."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"

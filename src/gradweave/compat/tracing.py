@@ -283,3 +283,10 @@ def compile_lock() -> AbstractContextManager[Any]:
     from torch._dynamo.convert_frame import compile_lock as lock
 
     return lock
+
+
+def is_traced_to_operations() -> bool:
+    """Whether the operations that run now are being written down by ``make_fx``."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None

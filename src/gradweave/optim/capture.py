@@ -145,6 +145,10 @@ class Tap:
         layout = self.layout
         return layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
 
+    def count_of(self, record: torch.Tensor) -> torch.Tensor:
+        """Of how many places a record is."""
+        return record[self.layout.groups * self.layout.inputs]
+
     @property
     def tells_rows_apart(self) -> bool:
         """Whether it matters which sample a row is of, or which rows are padding."""
@@ -159,6 +163,8 @@ class Tap:
         compiling = is_compiling()
         if not weight.requires_grad or (not compiling and function_transform() is not None):
             return None
+        if not compiling and self.catcher.look is not None:
+            self.catcher.look()
         if weight.shape != self.shape:
             raise GradweaveError(
                 f"a layer's weight has the shape {tuple(weight.shape)}, which was {tuple(self.shape)} when the "

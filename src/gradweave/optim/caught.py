@@ -11,7 +11,7 @@ everything is added to the layers' records, in one more launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from importlib import import_module
@@ -306,9 +306,17 @@ class _Table:
 
 
 class Catcher:
-    """What the layers of one optimizer do together."""
+    """What the layers of one optimizer do together.
 
-    def __init__(self) -> None:
+    Args:
+        look: To be called in each forward, by each layer; None for nothing.
+
+    Attributes:
+        look: The same.
+    """
+
+    def __init__(self, look: Callable[[], None] | None = None) -> None:
+        self.look = look
         self._lock = Lock()
         self._waiting: list[ref[Call]] = []
         self._most = _MOST_SHAPES

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from gradweave.announce import announce
+from gradweave.marks import PipelinePart, pipeline_part
 from gradweave.optim.attention import AttentionTap, attention_parts
 from gradweave.optim.attention_output import unseen_projections, watch_projections
 from gradweave.optim.capture import Catching, Masking, Tap
 from gradweave.optim.caught import Catcher
 from gradweave.optim.layouts import Layout, layout_of
+from gradweave.optim.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -40,14 +43,19 @@ class Capture:
     Args:
         model: The model.
         catching: What is caught.
+        ranks: To be told of each forward; None where there is nothing to tell.
     """
 
-    def __init__(self, model: nn.Module, catching: Catching) -> None:
+    def __init__(self, model: nn.Module, catching: Catching, ranks: Ranks | None = None) -> None:
         self.masking = Masking()
-        self._catcher = Catcher()
+        self._catcher = Catcher(None if ranks is None else ranks.look)
         self.layers = []
-        head = None if catching.words else head_over_words(model)
-        for name, module, layout, weight, bias in coverable(model, with_attention=catching.per_sample, left=head):
+        part = pipeline_part(model)
+        head = None if catching.words else head_over_words(model, part)
+        tied = frozenset() if part is None else part.tied
+        for name, module, layout, weight, bias in coverable(
+            model, with_attention=catching.per_sample, left=head, tied=tied
+        ):
             tap = Tap(layout, weight, catching, self.masking, self._catcher)
             self.layers.append(CoveredLayer(name, module, weight, bias, tap))
         for name, module in model.named_modules() if catching.per_sample else ():
@@ -65,8 +73,14 @@ class Capture:
                     AttentionTap(weight, catching, self.masking, self._catcher),
                 )
             )  # fmt: skip
-        self._handles = [layer.module.register_forward_hook(layer.tap, with_kwargs=True) for layer in self.layers]
-        self._handles += watch_projections(model, [(layer.module, layer.tap) for layer in self.layers])
+        self._handles: list[Any] = []
+        try:
+            for layer in self.layers:
+                self._handles.append(layer.module.register_forward_hook(layer.tap, with_kwargs=True))
+            self._handles += watch_projections(model, [(layer.module, layer.tap) for layer in self.layers])
+        except BaseException:
+            self.remove()
+            raise
 
     def forget(self) -> None:
         """Drops what a backward that has failed left behind."""
@@ -79,19 +93,25 @@ class Capture:
         self._handles.clear()
 
 
-def head_over_words(model: nn.Module) -> nn.Linear | None:
-    """The last linear layer, if it has a row for each word of an embedding.
+def head_over_words(model: nn.Module, part: PipelinePart | None = None) -> nn.Linear | None:
+    """The last linear layer, if it has a row for each word of an embedding; both of the whole model, in a pipeline.
 
     Rows of rare words have gradients that are small and mostly noise: with one length for all they would not learn.
     """
     inside = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     heads = [module for module in model.modules() if isinstance(module, nn.Linear) and id(module) not in inside]
-    shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
-    return heads[-1] if heads and heads[-1].weight.shape in shapes else None
+    shapes = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if part is not None:
+        shapes = set(part.embeddings) if part.has_last_linear else set()
+    return heads[-1] if heads and tuple(heads[-1].weight.shape) in shapes else None
 
 
 def coverable(
-    model: nn.Module, *, with_attention: bool = False, left: nn.Module | None = None
+    model: nn.Module,
+    *,
+    with_attention: bool = False,
+    left: nn.Module | None = None,
+    tied: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[str, nn.Module, Layout, nn.Parameter, nn.Parameter | None]]:
     """The layers that have vectors; what of the others has a weight matrix is announced.
 
@@ -99,6 +119,7 @@ def coverable(
         model: The model.
         with_attention: Whether attention has vectors by other means.
         left: A layer that is left out.
+        tied: The ids of weights that layers elsewhere have too.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
@@ -115,7 +136,7 @@ def coverable(
             if any(p.dim() >= 2 for p in own.values()) and not covered_elsewhere:
                 left_out.setdefault(type(module).__name__)
             continue
-        if owners[id(weight)] > 1:
+        if owners[id(weight)] > 1 or id(weight) in tied:
             left_out.setdefault(f"{type(module).__name__} with a tied weight")
             continue
         if module is left:
@@ -124,7 +145,8 @@ def coverable(
         if not weight.requires_grad or weight.numel() == 0:
             continue
         bias = own.get("bias")
-        if bias is not None and (owners[id(bias)] > 1 or not bias.requires_grad or not layout.takes_bias):
+        is_shared = bias is not None and (owners[id(bias)] > 1 or id(bias) in tied)
+        if bias is not None and (is_shared or not bias.requires_grad or not layout.takes_bias):
             bias = None
         yield name, module, layout, weight, bias
     if left_out:

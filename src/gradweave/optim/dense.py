@@ -35,7 +35,7 @@ class DenseOptimizer(VectorOptimizer):
             raise ArgumentError("refresh", refresh, "give at least 1")
         self.refresh = refresh
         manner = Manner("dense", trust=LAYER, decoupled=False, momentum_first=False)
-        super().__init__(parameters_of(model, params), defaults, manner)
+        super().__init__(model, parameters_of(model, params), defaults, manner, alone=True)
         if not any(group["rule"] == "vectors" for group in self.param_groups):
             raise ArgumentError("model", type(model).__name__, "has no layer for this method; use torch.optim.AdamW")
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 from weakref import finalize
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.compiler import is_compiling
 
+from gradweave.announce import announce
+from gradweave.compat.eager import watchers
 from gradweave.compat.optim import zero_all
+from gradweave.compat.tracing import is_traced_to_operations
 from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.marks import pipeline_part
 from gradweave.optim.apply import is_plain, look_ahead, new_momentum, times
 from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture, CoveredLayer
-from gradweave.optim.exchange import average_records, group_of
-from gradweave.optim.family import Layer, VectorOptimizer, check_hyperparameters, loss_scale, parameters_of
-from gradweave.optim.fused import FusedStep, is_fusible
-from gradweave.optim.hyperparameters import Given, Mode
+from gradweave.optim.exchange import average_records
+from gradweave.optim.family import COPY, Layer, VectorOptimizer, loss_scale, parameters_of
+from gradweave.optim.fused import FusedStep, is_capturing, is_fusible
+from gradweave.optim.hyperparameters import Given, Mode, check_hyperparameters
+from gradweave.optim.ranks import DEFAULT, Alike, Ranks
 from gradweave.optim.rules import (
     AUTHORS,
     INPUTS,
@@ -57,17 +65,24 @@ class _CapturedVectors(VectorOptimizer):
     ) -> None:
         given = parameters_of(model, params)
         check_hyperparameters(defaults)
-        self._process_group = group_of(model, process_group)
+        self.ranks = Ranks(model, process_group)
+        self._alike = Alike(type(self).__name__, model)
         self._catching = catching
-        self._capture = Capture(model, catching)
-        if not self._capture.layers:
-            raise ArgumentError(
-                "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
-            )
+        self._capture = Capture(model, catching, self.ranks)
+        try:
+            if not self._capture.layers and pipeline_part(model) is None:
+                raise ArgumentError(
+                    "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
+                )
+            super().__init__(model, given, defaults, manner)
+            self._fused = FusedStep(self)
+            self._has_looked = False
+            self._attach()
+            self._enlist()
+        except BaseException:
+            self._capture.remove()
+            raise
         finalize(self, self._capture.remove).atexit = False
-        super().__init__(given, defaults, manner)
-        self._fused = FusedStep(self)
-        self._attach()
 
     def padding_mask(self, mask: torch.Tensor) -> Masked:
         """Context in which the model is run with padding in its batch.
@@ -137,10 +152,7 @@ class _CapturedVectors(VectorOptimizer):
     def prepare_layer(self, layer: Layer) -> None:
         """Makes momentum; vectors were made with the optimizer."""
         if "_capture" not in vars(self):
-            raise GradweaveError(
-                "this optimizer has no hooks on a model: it is a copy, or was detached; make one for the model, and "
-                "load the state dict of this one"
-            )
+            raise GradweaveError(COPY)
         layer.columns_first = bool(layer.state["columns_first"])
         self.prepare_size(layer)
         for p, state in ((layer.weight, layer.state), (layer.bias, layer.bias_state)):
@@ -149,9 +161,55 @@ class _CapturedVectors(VectorOptimizer):
 
     def begin_step(self) -> None:
         """Averages what was caught over data-parallel ranks."""
-        if self._process_group is not None:
-            states = [self.state[p] for group in self.param_groups for p in group["params"]]
-            average_records([state["record"] for state in states if "record" in state], self._process_group)
+        over = None if self.ranks is None else self.ranks.group()
+        if over is not None and dist.get_world_size(over) > 1:
+            self._average(over)
+        if not vars(self).get("_has_looked", True) and not is_compiling() and not watchers():
+            self._look_at_first_step()
+
+    def _average(self, over: Any) -> None:
+        if is_traced_to_operations():
+            raise GradweaveError(
+                "averages vectors over ranks, which compile() does not; train without compile(), or give "
+                "process_group=None if each rank trains a model of its own"
+            )
+        params = [p for group in self.param_groups for p in group["params"]]
+        records = [self.state[p]["record"] for p in params if "record" in self.state[p]]
+        is_lent = self.ranks is None or self.ranks.lender is not None
+        if not is_lent and not is_compiling() and not is_capturing(records[0].device):
+            self._alike.check(over, params, records)
+        average_records(records, over)
+
+    def _look_at_first_step(self) -> None:
+        """Raises if backward has left gradients, and nothing of the layers that these are of: no hook has run.
+
+        That is so where Dynamo has compiled a model before it had hooks: it does not look for new ones.
+        """
+        layers = self._capture.layers if "_capture" in vars(self) else []
+        used = [layer for layer in layers if layer.weight.grad is not None and layer.tap.record is not None]
+        if not used or is_capturing(used[0].weight.device):
+            return
+        counts = [layer.tap.count_of(self.state[layer.weight]["record"]).to("cpu") for layer in used]
+        unseen = [layer.name for layer, count in zip(used, counts, strict=True) if not float(count) > 0]
+        moved = not unseen or any(
+            bool((layer.weight.grad != 0).any()) for layer in used if layer.weight.grad is not None
+        )
+        if not moved:
+            return  # as checkpoints have a step taken, to have state made
+        self._has_looked = True
+        if len(unseen) == len(used):
+            raise GradweaveError(
+                "there are gradients, and no hook of a layer has run: if the model was compiled and run before this "
+                "optimizer was made, call torch.compiler.reset() now; gradients that are made otherwise than by a "
+                "backward through the model's layers have no vectors, and need another optimizer"
+            )
+        if unseen:
+            named = ", ".join(unseen[:3]) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
+            announce(
+                f"optim: {named} have gradients, and their inputs were not seen in the first step: until they are, "
+                "these gradients are used as they are",
+                level=logging.WARNING,
+            )
 
     def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:
         """Takes a step of our own rule on a GPU."""
@@ -257,7 +315,7 @@ def matrices(grad: torch.Tensor, groups: int, *, columns_first: bool) -> torch.T
 
 
 def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
-    if samples is not None and samples < 1:
+    if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ArgumentError("samples", samples, "give at least 1, or None")
     if mode is Mode.REFERENCE:
         samples = samples or REFERENCE_SAMPLES
@@ -294,7 +352,8 @@ class EvaF(_CapturedVectors):
         foreach: Update many tensors at once by torch's operations, or each by itself; by default the former, and
             kernels of our own on a GPU where they apply.
         capturable: Accepted for its convention: a step never waits for the device, and can always be captured.
-        process_group: Over which vectors are averaged; by default DistributedDataParallel's.
+        process_group: Over which vectors are averaged. By default over DistributedDataParallel's group, also where it
+            wraps the model later, and without one over all ranks; None for no averaging.
         faithful: The algorithm as published.
         reference: The choices of the authors' code.
     """
@@ -319,7 +378,7 @@ class EvaF(_CapturedVectors):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        process_group: Any = None,
+        process_group: Any = DEFAULT,
         faithful: bool = False,
         reference: bool = False,
     ) -> None:
@@ -389,7 +448,7 @@ class Eva(_CapturedVectors):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        process_group: Any = None,
+        process_group: Any = DEFAULT,
         faithful: bool = False,
         reference: bool = False,
     ) -> None:

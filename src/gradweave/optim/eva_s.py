@@ -91,9 +91,10 @@ class EvaS(VectorOptimizer):
             Mode.REFERENCE: Manner(JOINT, **AUTHORS, trust=GRADIENT_NORM, nesterov_twice=True),
         }
         self._mode = mode.value
-        super().__init__(parameters_of(model, params), given.defaults(mode, **OURS), manners[mode])
-        if not any(group["rule"] == "vectors" for group in self.param_groups):
+        super().__init__(model, parameters_of(model, params), given.defaults(mode, **OURS), manners[mode])
+        if self._part is None and not any(group["rule"] == "vectors" for group in self.param_groups):
             raise ArgumentError("model", type(model).__name__, "has no matrix to train; use torch.optim.AdamW")
+        self._enlist()
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Every tensor of two or more dimensions that is not empty."""

@@ -6,16 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-
-
-def group_of(model: nn.Module, process_group: Any) -> Any:
-    """The group over which gradients are averaged: the one given, or that of a model under DDP."""
-    if process_group is not None:
-        return process_group
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.process_group
-    return None
 
 
 def average_records(records: list[torch.Tensor], process_group: Any) -> None:

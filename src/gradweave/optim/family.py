@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,11 +14,14 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from gradweave.compat.distributed import is_distributed_tensor
+from gradweave.compat.optim import asked_by_grad_scaler
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.marks import is_in_fusion
+from gradweave.marks import PipelinePart, is_in_fusion, pipeline_part
 from gradweave.optim import first_order
 from gradweave.optim.apply import Target, column_of_bias, times, wide_dtype
 from gradweave.optim.begun import Begun, Other, Plain
+from gradweave.optim.hyperparameters import check_hyperparameters
+from gradweave.optim.ranks import Ranks
 from gradweave.optim.rules import (
     LAYER,
     LOCAL_TRUSTS,
@@ -41,6 +42,10 @@ VECTORS = "vectors"
 """The rule of groups whose parameters have vectors."""
 
 
+COPY = (
+    "this optimizer has no hooks on a model: it is a copy, or was detached; make one for the model, and load the state "
+    "dict of this one"
+)
 _PRECISE = ("record", "input_vector", "output_vector", "mode_vectors", "size", "exp_avg", "exp_avg_sq")
 """State that is not of its parameter's precision."""
 
@@ -77,12 +82,26 @@ class VectorOptimizer(Optimizer):
     decisions of a step are made on the device: nothing waits for it.
     """
 
-    _step_supports_amp_scaling = True
+    ranks: Ranks | None = None
+    """Over which ranks what backward has caught is averaged; None where gradients hold all that a step needs."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], manner: Manner) -> None:
+    def __init__(
+        self, model: nn.Module, params: Iterable[Any], defaults: dict[str, Any], manner: Manner, *, alone: bool = False
+    ) -> None:
         check_hyperparameters(defaults)
         self.manner = manner
+        self._part = _pipeline_of(model, type(self).__name__, manner, alone=alone)
+        self._name = ""
         super().__init__(params, defaults)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a step takes off a loss scale by itself, as torch's GradScaler asks, with the scale to hand it over.
+
+        To others, Lightning for one, the answer would mean that gradients may neither be unscaled nor clipped before a
+        step, scaler or not; they may.
+        """
+        return asked_by_grad_scaler()
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of some parameters that have vectors, each weight followed by its bias."""
@@ -117,7 +136,7 @@ class VectorOptimizer(Optimizer):
             layer.state["size"] = norm.clamp_min(0.1 * weight.shape[0] ** 0.5).view(1)
 
     def begin_step(self) -> None:
-        """Before anything of a step is computed."""
+        """Before anything of a step is computed; also where this rank has no gradient: others may wait for it."""
 
     def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:  # noqa: ARG002
         """Takes a step in kernels of its own, where there are any; False if there are none."""
@@ -213,8 +232,11 @@ class VectorOptimizer(Optimizer):
         if layers or others:
             with _no_autocast(_device_of(layers, others)):
                 self._prepare(layers, others)
-                if is_in_fusion(self) or not self.step_in_kernels(layers, others):
+                apart = is_in_fusion(self) or self._in_pipeline is not None
+                if apart or not self.step_in_kernels(layers, others):
                     self._begin(layers, others).finish()
+        else:
+            self._go_along()
         return loss
 
     @torch.no_grad()
@@ -232,16 +254,38 @@ class VectorOptimizer(Optimizer):
         finally:
             self.param_groups = groups
         if not layers and not others:
+            self._go_along()
             return lambda _: None
         with _no_autocast(_device_of(layers, others)):
             self._prepare(layers, others)
             return self._begin(layers, others).finish
 
+    @property
+    def _in_pipeline(self) -> PipelinePart | None:
+        """Of what the model is a part, with which all is decided together; copies of an optimizer are of none."""
+        part: PipelinePart | None = vars(self).get("_part")
+        return part
+
+    def _enlist(self) -> None:
+        """Tells the other ranks of a pipeline, once all else of making an optimizer has gone well."""
+        if self._part is not None:
+            self._name = self._part.enlist()
+
+    def _go_along(self) -> None:
+        """Takes part in what other ranks do together in a step for which this one has no gradient."""
+        self.begin_step()
+        part = self._in_pipeline
+        device = next((p.device for group in self.param_groups for p in group["params"]), None)
+        if part is not None and device is not None:
+            part.all_agree(self._name, torch.ones((), dtype=torch.bool, device=device))
+
     def _refuse_parts(self) -> None:
-        """Raises if only some of the gradients are to be stepped with, as fusion would do it.
+        """Raises if only some of the gradients are to be stepped with, as fusion would do it; and in a copy.
 
         Tensors that stand for parameters while a step is traced may be fewer: those of unused layers are missing.
         """
+        if "manner" not in vars(self):
+            raise GradweaveError(COPY)
         params = [p for group in self.param_groups for p in group["params"]]
         own = vars(self).get("_own_parameters", 0)
         if (
@@ -322,12 +366,37 @@ class VectorOptimizer(Optimizer):
         """Whether the step may change anything, decided on the device: all gradients are finite."""
         keep = torch.isfinite(sum_of([square.to(torch.float64) for square in squares]))
         found = getattr(self, "found_inf", None)
-        return keep if found is None else keep & (found.reshape(()).to(keep.device) == 0)
+        if found is not None:
+            keep = keep & (found.reshape(()).to(keep.device) == 0)
+        part = self._in_pipeline
+        return keep if part is None else part.all_agree(self._name, keep)
 
     def _inverse_scale(self, device: torch.device) -> Number:
         """What gradients are to be multiplied by, under a GradScaler that leaves that to the optimizer."""
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else scale.reshape(()).to(device).double().reciprocal().float()
+
+
+def _pipeline_of(model: nn.Module, of: str, manner: Manner, *, alone: bool) -> PipelinePart | None:
+    """The pipeline of several ranks that a model is in.
+
+    Args:
+        model: The model.
+        of: The optimizer's class.
+        manner: Its rules.
+        alone: Whether it is not made for more than one rank.
+    """
+    part = pipeline_part(model)
+    if part is None or part.ranks == 1:
+        return None
+    if alone or manner.trust not in LOCAL_TRUSTS:
+        raise ArgumentError(
+            "model",
+            "part of a Pipeline",
+            f"{of} has one scale for all layers, which are on {part.ranks} ranks here; use Eva, EvaF or EvaS without "
+            "faithful and reference",
+        )
+    return part
 
 
 def _device_of(layers: list[Layer], others: list[Other]) -> torch.device:
@@ -387,28 +456,6 @@ def loss_scale(optimizer: Optimizer) -> Number:
     return 1.0
 
 
-def check_hyperparameters(defaults: dict[str, Any]) -> None:
-    """Raises for a value that no step can be taken with; tensors are not looked at, which would wait for a device."""
-    for name, most in (("damping", sys.float_info.max), ("output_damping", sys.float_info.max), ("kl_clip", math.inf)):
-        value = defaults.get(name)
-        if value is not None and not isinstance(value, torch.Tensor) and not 0 < value <= most:
-            raise ArgumentError(name, value, "give a positive number")
-    if isinstance(defaults["lr"], torch.Tensor) and defaults["lr"].numel() != 1:
-        raise ArgumentError("lr", defaults["lr"], "give a tensor of one element")
-    for name in ("lr", "momentum", "weight_decay", "first_order_weight_decay", "eps"):
-        value = defaults[name]
-        if not isinstance(value, torch.Tensor) and not 0 <= value < math.inf:
-            raise ArgumentError(name, value, "give a finite number that is not negative")
-    for beta in defaults["betas"]:
-        if not isinstance(beta, torch.Tensor) and not 0 <= beta < 1:
-            raise ArgumentError("betas", defaults["betas"], "give two numbers from 0 to below 1")
-    average = defaults["running_average"]
-    if not isinstance(average, torch.Tensor) and not 0 < average <= 1:
-        raise ArgumentError("running_average", average, "give the new value's weight, above 0 to 1")
-    if defaults["first_order"] not in first_order.RULES:
-        raise ArgumentError("first_order", defaults["first_order"], f"use one of {', '.join(first_order.RULES)}")
-
-
 def _size(layer: Layer) -> torch.Tensor:
     """What a layer's steps are measured by."""
     size: torch.Tensor | None = layer.state.get("size")
@@ -433,5 +480,9 @@ def parameters_of(model: nn.Module, params: Iterable[Any] | None) -> list[Any]:
         raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
     if params is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    if isinstance(params, (str, bytes, dict)) or not isinstance(params, Iterable):
+        raise ArgumentError(
+            "params", params, "give parameters, or groups of them; all else by its name, such as lr=0.1"
+        )
     given = list(params)
     return given if given and isinstance(given[0], dict) else [{"params": given}]

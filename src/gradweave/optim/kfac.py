@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradweave.optim.dense import DenseOptimizer, kl_scale
-from gradweave.optim.exchange import add_up, group_of
+from gradweave.optim.exchange import add_up
 from gradweave.optim.family import Layer, loss_scale
 from gradweave.optim.moments import MomentCapture, Moments, MomentTap
+from gradweave.optim.ranks import DEFAULT, Alike, Ranks
 
 
 class _Moments(DenseOptimizer):
@@ -35,11 +37,12 @@ class _Moments(DenseOptimizer):
         first_order: str = "sgd",
         first_order_lr: float | None = None,
         maximize: bool = False,
-        process_group: Any = None,
+        process_group: Any = DEFAULT,
     ) -> None:
-        self._process_group = group_of(model, process_group)
+        self.ranks = Ranks(model, process_group)
+        self._alike = Alike(type(self).__name__, model)
         self._moments: dict[int, Moments] = {}
-        self._capture = MomentCapture(model, outputs=self.outputs)
+        self._capture = MomentCapture(model, outputs=self.outputs, ranks=self.ranks)
         self._taps: dict[int, MomentTap] = {id(layer.weight): layer.tap for layer in self._capture.layers}
         defaults = {
             "lr": lr, "damping": damping, "momentum": momentum, "weight_decay": weight_decay, "kl_clip": kl_clip,
@@ -47,7 +50,12 @@ class _Moments(DenseOptimizer):
             "first_order_weight_decay": weight_decay, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": maximize,
             "foreach": None, "rule": None,
         }  # fmt: skip
-        super().__init__(model, params, refresh=refresh, defaults=defaults)
+        try:
+            super().__init__(model, params, refresh=refresh, defaults=defaults)
+        except BaseException:
+            self._capture.remove()
+            raise
+        finalize(self, self._capture.remove).atexit = False
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         """Weights of layers with hooks, each followed by its bias; both must be given."""
@@ -72,8 +80,13 @@ class _Moments(DenseOptimizer):
     def begin_refresh(self, layers: list[Layer]) -> None:
         """Adds moments up over data-parallel ranks."""
         self._moments = {id(layer.weight): self._taps[id(layer.weight)].caught(layer.weight) for layer in layers}
-        if self._process_group is not None and layers and dist.get_world_size(self._process_group) > 1:
-            add_up([x for moments in self._moments.values() for x in moments.tensors], self._process_group)
+        group = None if self.ranks is None else self.ranks.group()
+        if self.ranks is None or group is None or not layers or dist.get_world_size(group) == 1:
+            return
+        message = [x for moments in self._moments.values() for x in moments.tensors]
+        if self.ranks.lender is None:
+            self._alike.check(group, [p for own in self.param_groups for p in own["params"]], message)
+        add_up(message, group)
 
     def find_dense(self, layer: Layer, *, fresh: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Blends moments and inverts them if it is time, and multiplies from one or both sides."""

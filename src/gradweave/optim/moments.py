@@ -16,6 +16,7 @@ from torch.nn.functional import unfold
 from gradweave.optim.capture import Inert
 from gradweave.optim.coverage import coverable
 from gradweave.optim.layouts import LINEAR, Layout, vector_dtype
+from gradweave.optim.ranks import Ranks
 
 
 class _Pass(torch.autograd.Function):
@@ -44,9 +45,11 @@ class MomentTap:
         layout: Its layout.
         outputs: Whether moments of outputs' gradients are wanted too.
         with_bias: Whether the bias is a column.
+        ranks: To be told of each forward.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, *, outputs: bool, with_bias: bool) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, *, outputs: bool, with_bias: bool, ranks: Ranks) -> None:
+        self.ranks = ranks
         self.layout = layout
         self.outputs = outputs
         self.with_bias = with_bias
@@ -66,6 +69,7 @@ class MomentTap:
             return None
         if not module.weight.requires_grad:
             return None
+        self.ranks.look()
         x = args[0].detach()
         result: torch.Tensor = _Pass.apply(y, x, self, len(x))  # type: ignore[no-untyped-call]
         return result
@@ -157,11 +161,11 @@ class MomentLayer:
 class MomentCapture:
     """The taps of a model's layers."""
 
-    def __init__(self, model: nn.Module, *, outputs: bool) -> None:
+    def __init__(self, model: nn.Module, *, outputs: bool, ranks: Ranks) -> None:
         self.layers: list[MomentLayer] = []
         for _, module, layout, weight, bias in coverable(model):
             if layout.kind == LINEAR or _is_plain(module):
-                tap = MomentTap(module, layout, outputs=outputs, with_bias=bias is not None)
+                tap = MomentTap(module, layout, outputs=outputs, with_bias=bias is not None, ranks=ranks)
                 self.layers.append(MomentLayer(module, weight, bias, tap))
         self._handles = [layer.module.register_forward_hook(layer.tap) for layer in self.layers]
 
@@ -169,6 +173,7 @@ class MomentCapture:
         """Takes the taps off the model."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradweave.compat.distributed import is_distributed_tensor
-from gradweave.compat.eager import is_compiled
+from gradweave.compat.eager import flat_leaves, is_compiled
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused, updated_in_forward
 from gradweave.marks import is_trained_in_parallel
@@ -77,6 +77,12 @@ class BatchShapes:
     def __init__(self, microbatches: int) -> None:
         self._microbatches = microbatches
         self._seen: dict[str, Any] = {}
+        self._beside: dict[str, str] = {}
+
+    def is_odd(self, **given: Any) -> bool:
+        """Whether what is not needed here tells that the batch is of another shape, as those who need it will see."""
+        shapes = {name: repr(flat_shapes(value)) for name, value in given.items() if value is not None}
+        return any(self._beside.setdefault(name, shape) != shape for name, shape in shapes.items())
 
     def inputs(self, value: Any) -> tuple[torch.Tensor, ...]:
         """What the first stage is given."""
@@ -107,6 +113,11 @@ class BatchShapes:
             was = ", ".join(f"{shape} of {dtype}" for shape, dtype in first)
             remedy = f"was {was} in the first step, and cannot change; leave the last, smaller batch out (drop_last)"
             raise ArgumentError(name, ", ".join(f"{shape} of {dtype}" for shape, dtype in shapes), remedy)
+
+
+def flat_shapes(value: Any) -> list[Any]:
+    """The shapes and types of all tensors in nested containers."""
+    return [(tuple(one.shape), one.dtype) for one in flat_leaves(value) if isinstance(one, torch.Tensor)]
 
 
 def _shown(value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from gradweave.pipeline.checks import BatchShapes, check_layers, check_model, ch
 from gradweave.pipeline.choice import Plan, Settings
 from gradweave.pipeline.clipping import clip_grad_norm, places_of
 from gradweave.pipeline.held import Ledger
-from gradweave.pipeline.stages import Stage
-from gradweave.pipeline.surroundings import Precision, undone
+from gradweave.pipeline.part import Mark
+from gradweave.pipeline.stages import Stage, total
+from gradweave.pipeline.surroundings import Precision
 from gradweave.pipeline.tied import TiedGradients, find_ties
 from gradweave.pipeline.together import Together
 from gradweave.schedule.costs import Costs
@@ -80,6 +81,7 @@ class Pipeline:
         self._together = Together(process_group, timeout)
         self._stages: list[Stage] = []
         self._runtime: Any = None
+        self._mark: Mark | None = None
         try:
             settings = Settings(policy, microbatches, group, max_in_flight, byte_budget, split)
             where = None if device is None else torch.device(device)
@@ -117,7 +119,9 @@ class Pipeline:
         self._loss_fn = loss_fn
         self._loss_factor = 1.0
         self._losses: list[torch.Tensor] = []
-        self._started = False
+        self._started = self._is_trying = False
+        self._steps = 0
+        self._heeds_others = True
         self._shapes = BatchShapes(program.microbatches)
         self._first, self._last = 0 in stages, program.stages - 1 in stages
         self._stages = [
@@ -127,6 +131,7 @@ class Pipeline:
             )
             for stage in stages
         ]  # fmt: skip
+        self._mark = Mark(layers, list(self.module), self._tied.own, together)
         self._runtime = make_runtime(
             program.policy, program.ranks, self._stages, program.microbatches, self._loss, self._trial
         )
@@ -159,10 +164,9 @@ class Pipeline:
             The mean loss of the micro-batches, without the factor, on the rank of the last stage; None elsewhere.
         """
         self._check_running()
+        self._steps += 1
+        given, wanted = self._admitted(inputs, target)
         try:
-            check_parameters(self.module)
-            given = self._shapes.inputs(inputs) if self._first else ()
-            wanted = self._shapes.target(target) if self._last else None
             self._loss_factor = loss_factor
             with self._tied.summed(), self._precision.left():
                 self._runtime.step(*given, target=wanted, losses=[], return_outputs=False)
@@ -173,6 +177,47 @@ class Pipeline:
             raise
         finally:
             self._losses.clear()
+
+    def _admitted(self, inputs: Any, target: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """What the runtime is given of a batch.
+
+        Raises:
+            GradweaveError: For what cannot be trained with. If all ranks find that, the pipeline can go on.
+        """
+        given: tuple[torch.Tensor, ...] = ()
+        wanted = problem = None
+        try:
+            if not torch.is_grad_enabled():
+                raise GradweaveError(
+                    "step() under no_grad() or inference_mode(): it trains; to evaluate, gather the state into the "
+                    "plain model, or take a step outside of that and drop its gradients"
+                )
+            check_parameters(self.module)
+            given = self._shapes.inputs(inputs) if self._first else ()
+            wanted = self._shapes.target(target) if self._last else None
+            beside = ({} if self._first else {"inputs": inputs}) | ({} if self._last else {"target": target})
+            if self._heeds_others and self._shapes.is_odd(**beside):
+                reason = self._together.refusal(self._steps)
+                self._heeds_others = reason is not None
+                problem = None if reason is None else GradweaveError(reason)
+        except GradweaveError as error:
+            problem = error
+        try:
+            if not self._started:
+                refuse_together(self._together, problem)
+            elif problem is not None and self._together.all_refuse(self._steps, str(problem)):
+                raise problem
+        except GradweaveError:
+            if not self._started:
+                self._shapes = BatchShapes(self.plan.program.microbatches)
+            raise
+        except BaseException as error:
+            self._stop(error)
+            raise
+        if problem is not None:
+            self._stop(problem)
+            raise problem
+        return given, wanted
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips as ``torch.nn.utils.clip_grad_norm_`` would with the whole model; all ranks call it.
@@ -236,6 +281,8 @@ class Pipeline:
 
     def _drop_runtime(self) -> None:
         """Has it let go of messages and the group, whoever still has it: connections close when nobody has these."""
+        if self._mark is not None:
+            self._mark.remove()
         for stage in self._stages:
             stage.group = None
         self._stages.clear()
@@ -256,7 +303,9 @@ class Pipeline:
         self._together.leave(error)
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        """Of one micro-batch, as it enters backward."""
+        """Of one micro-batch, as it enters backward; in the trial run anything with a gradient does."""
+        if self._is_trying:
+            return total(output)
         with self._precision.used():
             loss = self._loss_fn(output, target)
         self._losses.append(loss.detach())
@@ -266,13 +315,18 @@ class Pipeline:
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """Undoes what torch's run on a first micro-batch, to find out shapes, does to buffers and losses."""
+        """Has torch's run on a first micro-batch, to find out shapes, leave nothing behind: not even in hooks."""
         if self._started:
             yield
             return
-        with undone(self.module, self.device):
-            yield
-        self._losses.clear()
+        self._is_trying = True
+        try:
+            with ExitStack() as stack:
+                for stage in self._stages:
+                    stack.enter_context(stage.trying())
+                yield
+        finally:
+            self._is_trying = False
 
 
 def _checked(model: Any) -> tuple[list[tuple[str, nn.Module]], GradweaveError | None]:

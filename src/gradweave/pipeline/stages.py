@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from gradweave.compat.eager import is_view
 from gradweave.errors import GradweaveError
 from gradweave.pipeline.held import HeldGradients, Ledger
 from gradweave.pipeline.surroundings import Precision
+from gradweave.unseen import unseen
 
 
 class StageLayers(nn.Module):
@@ -30,6 +33,10 @@ class StageLayers(nn.Module):
         self._held = held
         self._precision = precision
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageLayers:
+        """Copies of the layers, as the same stage runs them."""
+        return StageLayers(copy.deepcopy(list(self.layers.named_children()), memo), self._held, self._precision)
+
     def forward(self, *given: Any) -> Any:
         """Runs the layers; the weight gradients of linear and convolution layers are held back."""
         if self._held is not None:
@@ -45,8 +52,15 @@ class StageLayers(nn.Module):
                     f"layers {names} return a tuple of one tensor, which the next layer would get as a tensor; return "
                     "the tensor"
                 )
-            return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in value)
-        return value.contiguous() if isinstance(value, torch.Tensor) else value
+            return tuple(map(self._handed_on, value))
+        return self._handed_on(value)
+
+    def _handed_on(self, value: Any) -> Any:
+        """In one piece; torch's split of backward detaches it in place, which views cannot be."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.contiguous()
+        return value.clone() if self._held is None and is_view(value) else value
 
 
 class _Received(torch.autograd.Function):
@@ -97,13 +111,14 @@ class Stage(PipelineStage):
         if self.is_last:
             return made
         parts = made if isinstance(made, (tuple, list)) else (made,)
-        shapes = [(tuple(one.shape), one.dtype) for one in parts]
+        shapes = _shapes_of(made)
         self._shapes = self._shapes or shapes
         where = f"the output of stage {self.stage_index} (layers {self._names()})"
         if shapes != self._shapes:
             raise GradweaveError(
                 f"{where} was of shape {_shown(self._shapes)} for the first micro-batch, and is of shape "
-                f"{_shown(shapes)} now: it must not change; pad it, and use the same precision in all steps"
+                f"{_shown(shapes)} now: it must not change; pad it, use the same precision in all steps, and "
+                "have hooks leave it as it is"
             )
         needed = [one.requires_grad for one in parts]
         self._needed = self._needed or needed
@@ -118,6 +133,24 @@ class Stage(PipelineStage):
                 'use split="fast"'
             )
         return made
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Context of torch's run on a first micro-batch, which finds out shapes: of a copy that nobody looks at."""
+        real = self.submod
+        with unseen(real, self.device) as stand_in:
+            self.submod = stand_in
+            seen = stand_in.register_forward_hook(self._note)
+            try:
+                yield
+            finally:
+                seen.remove()
+                self.submod = real
+
+    def _note(self, _: nn.Module, __: Any, made: Any) -> None:
+        """Remembers what the next stage has been told to wait for."""
+        if not self.is_last:
+            self._shapes = _shapes_of(made)
 
     def _names(self) -> str:
         return ", ".join(name for name, _ in self.submod.layers.named_children())  # type: ignore[union-attr]
@@ -142,3 +175,14 @@ class Stage(PipelineStage):
 
 def _shown(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{shape} of {dtype}" for shape, dtype in shapes)
+
+
+def _shapes_of(made: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(one.shape), one.dtype) for one in (made if isinstance(made, (tuple, list)) else (made,))]
+
+
+def total(made: Any) -> torch.Tensor:
+    """What a gradient of each tensor can be taken of, in place of a loss."""
+    parts = [one for one in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(one, torch.Tensor)]
+    sums = [one.sum() for one in parts if one.requires_grad] or [one.sum() for one in parts]
+    return torch.stack([one.float() for one in sums]).sum()

@@ -1,4 +1,4 @@
-"""What surrounds the layers while the runtime runs: autocast in forward only, and trial runs without a trace."""
+"""What surrounds the layers while the runtime runs: autocast in forward only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 
 class Precision:
@@ -35,14 +34,3 @@ class Precision:
         if self._dtype is None:
             return nullcontext()
         return torch.autocast(self._device, self._dtype)
-
-
-@contextmanager
-def undone(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context after which buffers and random numbers are as they were."""
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    with torch.no_grad():
-        for buffer, value in kept:
-            buffer.copy_(value)

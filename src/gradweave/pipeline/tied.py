@@ -82,6 +82,11 @@ class TiedGradients:
             for tie, p in self._own:
                 self._share(tie, p)
 
+    @property
+    def own(self) -> list[nn.Parameter]:
+        """This rank's copies."""
+        return [p for _, p in self._own]
+
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """Those whose gradient another rank counts in a norm."""
         return {p for tie, p in self._own if tie.ranks[0] != self._together.rank}

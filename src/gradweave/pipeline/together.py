@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -60,6 +61,34 @@ class Together:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def note(self, key: str, text: str = "") -> None:
+        """Leaves a note for the other ranks, without waiting for them."""
+        self._store.set(key, text)
+
+    def all_refuse(self, step: int, reason: str) -> bool:
+        """Whether all ranks refuse a step, of which nothing has been sent: then the pipeline can go on."""
+        self.note(f"refused-{step}-{self.rank}", reason)
+        keys = [f"refused-{step}-{rank}" for rank in range(self.size)]
+        return not self.missing(keys, timedelta(seconds=_PATIENCE))
+
+    def refusal(self, step: int) -> str | None:
+        """Why another rank refuses a step, if it does so within a while."""
+        ends = time.monotonic() + _PATIENCE / 2
+        while time.monotonic() < ends:
+            for rank in range(self.size):
+                if self._store.check([f"refused-{step}-{rank}"]):
+                    return str(self._store.get(f"refused-{step}-{rank}").decode())
+            time.sleep(0.02)
+        return None
+
+    def missing(self, keys: Sequence[str], patience: timedelta) -> list[int]:
+        """Which of some notes are not there after a while, by their number."""
+        try:
+            self._store.wait(list(keys), patience)
+        except (RuntimeError, dist.DistError):
+            return [number for number, key in enumerate(keys) if not self._store.check([key])]
+        return []
 
     def global_rank(self, rank: int) -> int:
         """What torch calls a rank of the pipeline."""

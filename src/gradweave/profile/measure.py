@@ -16,12 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat.eager import flat_leaves
+from gradweave.compat.eager import flat_leaves, hooks_suspended
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.profile.beside import Calls, captured_seconds, scale_to, with_shares
 from gradweave.profile.operations import differentiate, record_operations
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
+from gradweave.unseen import random_numbers_kept
 from gradweave.whole_step.recording import Mark
 from gradweave.whole_step.step import check_step, compile, placed
 
@@ -69,7 +70,7 @@ def measure_costs(
     if not torch.is_grad_enabled():
         raise GradweaveError("measure_costs() under no_grad() or inference_mode(): training needs gradients; leave it")
     device = next(model.parameters()).device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with random_numbers_kept(device):
         return _measure(model, loss_fn, optimizer, batch, device, rounds, progress)
 
 
@@ -82,7 +83,8 @@ def _measure(
     rounds: int,
     progress: Progress,
 ) -> Costs:
-    model, optimizer = copy.deepcopy((model, optimizer))
+    with hooks_suspended(model):  # those of the user see what the user runs, and nothing else
+        model, optimizer = copy.deepcopy((model, optimizer))
     sizes = _Sizes(model)
     check_step(model, _no_update(optimizer))
     batch = copy.deepcopy(placed(batch, model))

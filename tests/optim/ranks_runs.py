@@ -1,0 +1,203 @@
+"""What two ranks do with Eva, from one launch."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradweave import compile as compile_step
+from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.optim import KFAC, Eva, EvaF
+from gradweave.replicas import ReplicaError
+from optim.models import loss_of, make_mlp, rows, train, weights
+from ranks import agree_and_leave
+
+DDP = nn.parallel.DistributedDataParallel
+CAPTURED = [Eva, EvaF]
+
+
+def own(rank, count=4):
+    """A rank's batches, of another size on each."""
+    return [x[:4] if rank else x[4:] for x in rows(count)]
+
+
+def are_alike(tensor):
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
+    return all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def raised(kind, do):
+    try:
+        do()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def any_order(rank, made_before):
+    """Made before the ranks were, before the wrapper, from what is inside of it, and from the wrapper."""
+    for cls in [*CAPTURED, KFAC]:
+        ends = []
+        for order in ("before the ranks", "before the wrapper", "of the module", "of the wrapper", "named"):
+            if order == "before the ranks":
+                model, optimizer = made_before[cls]
+                wrapper = DDP(model)
+            elif order in ("before the wrapper", "named"):
+                model = make_mlp()
+                optimizer = cls(model, lr=0.02, **({"process_group": dist.group.WORLD} if order == "named" else {}))
+                wrapper = DDP(model)
+            else:
+                model = make_mlp()
+                wrapper = DDP(model)
+                optimizer = cls(wrapper if order == "of the wrapper" else wrapper.module, lr=0.02)
+            train(wrapper, optimizer, own(rank))
+            ends.append(weights(model))
+            assert are_alike(ends[-1]), (cls, order)
+        assert all(torch.equal(ends[0], other) for other in ends), cls
+
+
+def by_hand(rank):
+    """Gradients averaged by the loop: all ranks count."""
+    model = make_mlp()
+    optimizer = Eva(model, lr=0.02)
+    for x in own(rank):
+        loss_of(model, x).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+            p.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+    assert are_alike(weights(model))
+    assert optimizer.ranks.group() is dist.group.WORLD
+
+
+def a_model_of_ones_own(rank):
+    """Refused on both ranks, before anything has changed, unless no group is asked for."""
+    zeroth, first = dist.new_group([0]), dist.new_group([1])
+    for cls in CAPTURED:
+        model = make_mlp(seed=rank)
+        before = weights(model)
+        optimizer = cls(model, lr=0.02)
+        message = raised(ReplicaError, lambda m=model, o=optimizer: train(m, o, own(rank)))
+        for part in (cls.__name__, "before update 1", "process_group=None"):
+            assert part in message, message
+        assert torch.equal(weights(model), before)
+        by_itself, other = make_mlp(seed=rank), make_mlp(seed=rank)
+        train(by_itself, cls(by_itself, lr=0.02, process_group=[zeroth, first][rank]), own(rank))
+        train(other, cls(other, lr=0.02, process_group=None), own(rank))
+        assert torch.equal(weights(by_itself), weights(other))
+
+
+def gradients_of_ones_own(rank):
+    """Nobody averages gradients: seen in the second step."""
+    model = make_mlp()
+    assert "before update 2" in raised(ReplicaError, lambda: train(model, Eva(model, lr=0.02), own(rank)))
+
+
+def another_layer(rank):
+    """A layer that one rank has frozen, when the optimizer is made: messages would be of different lengths."""
+    model = make_mlp()
+    if rank:
+        model[2].requires_grad_(False)
+    assert "sizes of vectors" in raised(ReplicaError, lambda: train(model, Eva(model, lr=0.02), own(rank)))
+
+
+def a_wrapper_of_fewer_ranks(rank):
+    """Its group counts, though the wrapper was made later."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    model, other = make_mlp(), make_mlp()
+    optimizer = Eva(model, lr=0.02)
+    train(DDP(model, process_group=alone), optimizer, own(rank))
+    train(other, Eva(other, lr=0.02, process_group=None), own(rank))
+    assert torch.equal(weights(model), weights(other))
+    elsewhere = [dist.new_group([1]), dist.new_group([0])][rank]
+    raised(ArgumentError, lambda: Eva(make_mlp(), process_group=elsewhere))
+
+
+class Branches(nn.Module):
+    """A layer that only the first rank uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.head = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(self.first(x) + self.second(x) if dist.get_rank() == 0 else self.second(x))
+
+
+def odd_loops(rank):
+    """Accumulation without messages, a layer that is not used everywhere, steps without any gradient."""
+    for cls in CAPTURED:
+        model = Branches()
+        optimizer = cls(model, lr=0.02)
+        wrapper = DDP(model, find_unused_parameters=True)
+        for number, x in enumerate(own(rank, 6)):
+            if number % 2 == 0:
+                with wrapper.no_sync():
+                    loss_of(wrapper, x).backward()
+                continue
+            loss_of(wrapper, x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert are_alike(weights(model)), cls
+        if rank == 0:
+            loss_of(model, own(rank)[0]).backward()
+            for p in model.parameters():
+                p.grad.zero_()
+        optimizer.step()  # the other rank has no gradient, and is not waited for in vain
+
+
+def uneven_inputs(rank):
+    model = make_mlp()
+    wrapper = DDP(model)
+    optimizer = Eva(model, lr=0.02)
+    before = weights(model)
+    with wrapper.join(throw_on_early_termination=False):
+        loss_of(wrapper, own(rank)[0]).backward()
+        assert "same number of batches" in raised(GradweaveError, optimizer.step)
+    assert torch.equal(weights(model), before)
+
+
+def compiled_steps(rank):
+    """A compiled step averages nothing: refused before anything has changed, or each rank for itself."""
+    model, other = make_mlp(), make_mlp()
+    before = weights(model)
+    x = own(rank)[0]
+    message = raised(GradweaveError, lambda: compile_step(model, loss_of, Eva(model), lower="replay")(x))
+    assert "which compile() does not" in message
+    assert torch.equal(weights(model), before)
+    compile_step(model, loss_of, Eva(model, process_group=None), lower="replay")(x)
+    train(other, Eva(other, process_group=None), [x])
+    assert torch.equal(weights(model), weights(other))
+
+
+def lent(rank):
+    """Another technique says over whom."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    model, other = make_mlp(seed=rank), make_mlp(seed=rank)
+    optimizer = Eva(model, lr=0.02)
+    optimizer.ranks.lend(alone, lender="DASO")
+    train(model, optimizer, own(rank))
+    train(other, Eva(other, lr=0.02, process_group=None), own(rank))
+    assert torch.equal(weights(model), weights(other))
+    optimizer.ranks.take_back()
+    assert optimizer.ranks.group() is dist.group.WORLD
+    raised(ArgumentError, lambda: Eva(make_mlp(), process_group=None).ranks.lend(dist.group.WORLD, lender="DASO"))
+    Eva(make_mlp(), process_group=alone).ranks.lend(alone, lender="DASO")
+
+
+def run_all(rank, store):
+    made_before = {}
+    for cls in [*CAPTURED, KFAC]:
+        model = make_mlp()
+        made_before[cls] = model, cls(model, lr=0.02)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    any_order(rank, made_before)
+    for scenario in (
+        by_hand, a_model_of_ones_own, gradients_of_ones_own, another_layer, a_wrapper_of_fewer_ranks, odd_loops,
+        uneven_inputs, compiled_steps, lent,
+    ):  # fmt: skip
+        scenario(rank)
+        dist.barrier()
+    agree_and_leave([torch.zeros(1)])
