@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from gradweave.daso.agreement import Agreement, Verdict, Vote
+from gradweave.daso.agreement import Agreement, Connections, Verdict, Vote
 from gradweave.daso.rhythm import Figures
 from gradweave.errors import LostNodeError
 
@@ -30,7 +30,7 @@ def together(*calls):
 
 def nodes(count, timeout=15.0):
     store = dist.HashStore()
-    return [Agreement(store, node=node, nodes=range(count), timeout=timeout) for node in range(count)]
+    return [Agreement(Connections(lambda: store), node=node, nodes=range(count), timeout=timeout) for node in range(count)]
 
 
 def test_all_have_it_so_it_counts():
@@ -91,7 +91,7 @@ def test_a_store_that_is_gone_says_so():
             raise RuntimeError("Broken pipe")
 
     with pytest.raises(LostNodeError, match="hosts the store"):
-        Agreement(Gone(), node=0, nodes=range(2), timeout=1).vote(0, Vote(True))
+        Agreement(Connections(Gone), node=0, nodes=range(2), timeout=1).vote(0, Vote(True))
 
 
 def test_votes_do_not_pile_up():
@@ -100,4 +100,4 @@ def test_votes_do_not_pile_up():
         together(
             lambda number=number: first.vote(number, Vote(True)), lambda number=number: second.vote(number, Vote(True))
         )
-    assert first._store.num_keys() <= 3 * 4
+    assert first._stores._free[0].num_keys() <= 3 * 4
