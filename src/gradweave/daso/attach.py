@@ -472,6 +472,8 @@ class DASO:
     def _wait_for_nodes(self) -> None:
         """Takes part in the steps of nodes that still train, without any of its own."""
         exchange = self._exchange
+        if exchange.alone:
+            self._exchange.same_statistics(self._steps)
         exchange.done, exchange.trained = True, self._steps
         while not (exchange.alone or exchange.all_done):
             if exchange.averages_gradients(self._steps):

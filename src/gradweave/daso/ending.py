@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from threading import Thread
+from threading import Thread, main_thread
 
 from gradweave.daso.agreement import Agreement
 from gradweave.daso.topology import Groups
@@ -31,20 +31,20 @@ class Held:
         if agreement is None or not agreement.busy:
             self._close()
             return
-        later = Thread(target=self._wait_and_close, args=(agreement,), name="gradweave end", daemon=True)
-        try:
-            later.start()
-        except RuntimeError:
-            # No more threads are to be had at the end of the program.
-            for thread in agreement.busy:
-                thread.join(_AT_EXIT)
+        if not main_thread().is_alive():
+            # The program is at its end, and does not wait for threads that begin now.
+            self._wait_and_close(agreement, _AT_EXIT)
             return
+        later = Thread(target=self._wait_and_close, args=(agreement, agreement.patience), daemon=True)
+        later.name = "gradweave end"
+        later.start()
         atexit.register(later.join, _AT_EXIT)
 
-    def _wait_and_close(self, agreement: Agreement) -> None:
+    def _wait_and_close(self, agreement: Agreement, seconds: float) -> None:
         for thread in agreement.busy:
-            thread.join(agreement.patience)
-        self._close()
+            thread.join(seconds)
+        if not agreement.busy:
+            self._close()
 
     def _close(self) -> None:
         if self.agreement is not None:

@@ -113,6 +113,8 @@ class Exchange:
         """Steps that this node has trained, once it has no batches left; behind the end, the most that one has."""
         self._idle = False
         """Whether this node, which is done, has sent what it had."""
+        self._told = False
+        """Whether the user knows that training waits for exchanges."""
         self._from_step = 0
         """Where a node was lost, nodes may be a step apart: none averages gradients before this one."""
         self._behind = False
@@ -222,6 +224,13 @@ class Exchange:
             self.all_done = verdict.done
             self.trained = max(self.trained, verdict.steps)
             self.rhythm.merged(flight.number, verdict.figures)
+            if self.rhythm.waits and not self._told:
+                self._told = True
+                announce(
+                    f"an exchange between nodes takes about as long as {self.rhythm.waits} steps, and training waits for it "
+                    f"after {self.rhythm.wait}: nodes do not stay apart for longer unless asked to; give every= to allow it",
+                    level=logging.WARNING,
+                )
             if flight.number == self.number - 1:
                 # Not before it was due: a node that is done merges at once, and must not run ahead for that.
                 self.next_send = max(flight.sent_at + self.rhythm.every, flight.due)
@@ -268,6 +277,12 @@ class Exchange:
         if flight.transfer is not None:
             self.record.arrived(flight.transfer, step - flight.sent_at)
         return verdict, total
+
+    def same_statistics(self, step: int) -> None:
+        """Makes running statistics the mean of the node's ranks, where no other node has part in them."""
+        vectors = self._setup.buffers.pack()
+        self._mates.sum_up(vectors, step)
+        self._setup.buffers.store([vector.div_(self._topology.places) for vector in vectors])
 
     def settle(self, step: int, *, final: bool = False) -> None:
         """Makes weights, statistics and optimizer state the same on all nodes, bit for bit."""
