@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -70,7 +71,7 @@ def differing():
 
 
 def vectors(*, name, group, steps=10):
-    """An Eva under DASO: the most that ranks of a node differ by in any step, and what is left between all at the end."""
+    """An Eva under DASO: what is said, or weights behind each step and at the end."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     model = make_model()
     given = {"local": {"process_group": mesh.get_group("local")}, "world": {"process_group": dist.group.WORLD},
@@ -136,7 +137,7 @@ def noisy(*, average_gradients):
     return said, number
 
 
-def wrapped(*, how):
+def averaged_twice(*, how):
     """Something else that averages too: what is said, at which step, and whether weights had moved by then."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
     local = mesh.get_group("local")
@@ -168,7 +169,7 @@ def wrapped(*, how):
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-        for number in range(4):  # noqa: B007
+        for number in range(4):
             step(run, opt, number)
     except GradweaveError as error:
         said = str(error)
@@ -241,8 +242,12 @@ def _resources(model, opt):
     hooks += [len(opt._optimizer_step_pre_hooks), len(opt._optimizer_step_post_hooks)]
     groups = len(dist.distributed_c10d._world.pg_names)
     note = getattr(opt, "_gradweave_daso", None)
-    files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-    return hooks, note, groups, files, threads
+    return hooks, note, groups, _open()
+
+
+def _open():
+    """How many files and threads this process has."""
+    return tuple(len(list(Path("/proc/self", what).iterdir())) for what in ("fd", "task"))
 
 
 def used_often(*, times, how):
@@ -263,7 +268,7 @@ def used_often(*, times, how):
         dist.barrier()
         if number in (0, times - 1):
             _settle()
-            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
+            counts.append(_open())
     return counts
 
 

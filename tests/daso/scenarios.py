@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from daso.misuse import (  # noqa: F401
+    averaged_twice,
     differing,
     failed_attach,
     noisy,
@@ -26,7 +27,6 @@ from daso.misuse import (  # noqa: F401
     uneven_vectors,
     used_often,
     vectors,
-    wrapped,
 )
 from daso.training import loss_of, make_batch, make_model, make_optimizer, weights_of
 from gradweave.compare.data import digits

@@ -30,7 +30,9 @@ def together(*calls):
 
 def nodes(count, timeout=15.0):
     store = dist.HashStore()
-    return [Agreement(Connections(lambda: store), node=node, nodes=range(count), timeout=timeout) for node in range(count)]
+    return [
+        Agreement(Connections(lambda: store), node=node, nodes=range(count), timeout=timeout) for node in range(count)
+    ]
 
 
 def test_all_have_it_so_it_counts():

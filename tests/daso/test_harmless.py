@@ -77,7 +77,7 @@ def test_an_optimizer_with_noise_of_its_own_is_found_in_the_first_steps(two_by_t
      "part of a module under DDP", "FSDP behind"],
 )  # fmt: skip
 def test_what_else_averages_is_found_before_it_has(two_by_two, how):
-    for said, number, moved in two_by_two.run("wrapped", how=how).values():
+    for said, number, moved in two_by_two.run("averaged_twice", how=how).values():
         assert said is not None
         assert "averages gradients already" in said
         assert ("FSDP" if "FSDP" in how else "DistributedDataParallel") in said
@@ -87,7 +87,7 @@ def test_what_else_averages_is_found_before_it_has(two_by_two, how):
 
 @pytest.mark.parametrize("how", ["evaluated under DDP", "DDP that is not used"])
 def test_wrappers_that_average_nothing_do_no_harm(two_by_two, how):
-    for said, number, moved in two_by_two.run("wrapped", how=how).values():
+    for said, number, moved in two_by_two.run("averaged_twice", how=how).values():
         assert said is None
         assert (number, moved) == (3, True)
 
@@ -119,7 +119,9 @@ def test_two_exchanges_that_fail_at_a_time_leave_the_others_together(tmp_path):
     finally:
         world.close()
     assert [result[0] for result in found.values()] == [None, None]
-    assert [result[2] for result in found.values()] == [1, 1], "the second one counts for nobody, and is not called again"
+    assert [result[2] for result in found.values()] == [1, 1], (
+        "the second one counts for nobody, and is not called again"
+    )
     assert torch.equal(found[0][3], found[2][3])
 
 

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from gradweave.daso.layout import Layout
 from gradweave.daso.options import Options
 from gradweave.errors import ArgumentError
+from gradweave.replicas import Replicas
 
 _OWN = ("checkpoint_dir",)
 """Options that each rank may have its own of."""
@@ -104,6 +107,24 @@ def declaration(
             if _is_plain(value):
                 said[f"{key} of group {number} of the optimizer"] = repr(_as_plain(value))
     return said
+
+
+def replicas_of_node(
+    model: nn.Module, optimizer: Optimizer, weights: Layout, group: dist.ProcessGroup | None
+) -> Replicas | None:
+    """What compares the weights of the ranks of a node; None if there is only one."""
+    if group is None:
+        return None
+    names = {id(p): name for name, p in model.named_parameters()}
+
+    def named() -> list[tuple[str, torch.Tensor]]:
+        return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(weights.tensors)]
+
+    def facts() -> dict[str, str]:
+        groups = enumerate(optimizer.param_groups)
+        return {f"lr of group {number} of the optimizer": str(own.get("lr")) for number, own in groups}
+
+    return Replicas(named, group, of=f"DASO with {type(optimizer).__name__}", facts=facts)
 
 
 def _is_plain(value: Any) -> bool:

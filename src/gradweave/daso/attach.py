@@ -21,16 +21,17 @@ from torch.optim import Optimizer
 
 from gradweave.announce import announce
 from gradweave.compat.distributed import default_store, part_of_default_store
-from gradweave.compat.eager import copy_all
 from gradweave.daso import checkpoint
 from gradweave.daso.agreement import Agreement, Connections
-from gradweave.daso.alike import alike, covers_all, declaration
+from gradweave.daso.alike import alike, covers_all, declaration, replicas_of_node
+from gradweave.daso.averaging import Averaging
 from gradweave.daso.backward import BackwardWatch
 from gradweave.daso.checks import check, check_averager, everything_trained, is_wrapped
 from gradweave.daso.ending import Held
 from gradweave.daso.exchange import Exchange, Setup
-from gradweave.daso.layout import Layout, as_real
+from gradweave.daso.layout import Layout
 from gradweave.daso.lending import lend
+from gradweave.daso.losses import Losses
 from gradweave.daso.mates import Call, Mates
 from gradweave.daso.options import Options
 from gradweave.daso.rescue import leaving_a_checkpoint
@@ -42,7 +43,7 @@ from gradweave.daso.transfer import chunks
 from gradweave.errors import GradweaveError, LostNodeError
 from gradweave.marks import mark_daso
 from gradweave.optimizers import without_wrapper
-from gradweave.replicas import Averager, Lookout, Replicas
+from gradweave.replicas import Averager, Lookout
 from gradweave.schedule import Timeline, save_timelines
 
 
@@ -115,8 +116,7 @@ class DASO:
         self._pending = False
         self._stepping = False
         self._steps = 0
-        self._losses: list[torch.Tensor] = []
-        self._loss = math.nan
+        self._losses = Losses()
         self._device = next((p.device for p in self._params()), torch.device("cpu"))
         self._scale = LossScale(scaler, self._device)
         with ExitStack() as undo:
@@ -146,14 +146,20 @@ class DASO:
         with alike(groups.everyone, alone=groups.everyone is None) as own:
             self._lends = lend(optimizer, groups.mates, undo)
             own |= declaration(
-                self._options, optimizer, self._params(), self._buffers(), averages=self._averages, scales=self._scale.used
+                self._options,
+                optimizer,
+                self._params(),
+                self._buffers(),
+                averages=self._averages,
+                scales=self._scale.used,
             )
         self._mates = Mates(topology, groups)
         self._known = {id(p) for p in self._params()}
         self._weights = Layout(p for p in self._params() if p.requires_grad)
         self._exchange = self._make_exchange()
         held.agreement = self._agreement
-        self._replicas = self._make_replicas()
+        self._averaging = Averaging(self._exchange, self._mates, self._weights, ours=self._averages)
+        self._replicas = replicas_of_node(model, optimizer, self._weights, groups.mates)
         self._watch = BackwardWatch(self._backward_ended)
         undo.callback(self._watch.detach)
         self._watch.refresh(self._params())
@@ -166,21 +172,6 @@ class DASO:
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Running statistics, by name."""
         return [(name, b) for name, b in self._model.named_buffers() if _is_running(name)]
-
-    def _make_replicas(self) -> Replicas | None:
-        """Compares the weights of the ranks of this node, if there are several."""
-        if self._groups.mates is None:
-            return None
-        names = {id(p): name for name, p in self._model.named_parameters()}
-
-        def weights() -> list[tuple[str, torch.Tensor]]:
-            return [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(self._weights.tensors)]
-
-        def facts() -> dict[str, str]:
-            groups = enumerate(self._optimizer.param_groups)
-            return {f"lr of group {number} of the optimizer": str(group.get("lr")) for number, group in groups}
-
-        return Replicas(weights, self._groups.mates, of=f"DASO with {type(self._optimizer).__name__}", facts=facts)
 
     def _found(self, averager: Averager) -> None:
         """Told by the lookout what else averages."""
@@ -207,7 +198,7 @@ class DASO:
         )
         rhythm = PaperRhythm(options) if paper else Rhythm(options)
         exchange = Exchange(setup, topology, self._groups, self._mates, agreement, rhythm)
-        exchange.loss = self._take_loss
+        exchange.loss = self._losses.take
         return exchange
 
     def _stores(self) -> Connections:
@@ -261,7 +252,7 @@ class DASO:
             params = self._params()
             self._watch.refresh(params)
             self._take_in(params)
-            self._average(params, self._watch.take_fresh(params))
+            self._averaging.average(params, self._watch.take_fresh(params), self._steps)
             self._compare()
         self._watch.remember(self._weights.tensors)
         self._pending = True
@@ -270,8 +261,8 @@ class DASO:
         """Now and then, whether the ranks of this node still have the same weights."""
         if self._mates.uneven and self._lends:
             raise GradweaveError(
-                f"{type(self._optimizer).__name__} averages over the ranks of a node in each step, and one of them has run "
-                "out of batches; give all ranks of a node as many"
+                f"{type(self._optimizer).__name__} averages over the ranks of a node in each step, and one of them has "
+                "run out of batches; give all ranks of a node as many"
             )
         if self._replicas is not None and not self._mates.uneven and self._averages:
             self._replicas.check_now_and_then()
@@ -288,41 +279,6 @@ class DASO:
             self._exchange.share_new(new, self._steps)
         if self._weights.extend(p for p in params if p.requires_grad):
             self._exchange.extended()
-
-    @torch.no_grad()
-    def _average(self, params: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
-        """Averages gradients over the ranks that train: of the node, or of all while nodes stay together.
-
-        Args:
-            params: All there are, trained or not.
-            flags: For each of them, whether it has a new gradient.
-        """
-        across = self._exchange.averages_gradients(self._steps)
-        if not self._averages or (self._mates.alone and not across):
-            return
-        pool, active = self._exchange.pool, 1
-        vectors = self._weights.pack([p.grad for p in self._weights.tensors], pool=pool)
-        if not self._mates.alone:
-            met = self._mates.gather(Call.BACKWARD, self._steps, flags, vectors, active=True)
-            flags, active = met.flags, len(met.active)
-        if across:
-            flags, active = self._average_across(vectors, flags, active)
-        fresh = {id(p) for p, flag in zip(params, flags, strict=True) if flag}
-        averaged = [pair for pair in zip(self._weights.tensors, self._weights.views(vectors), strict=True)
-                    if id(pair[0]) in fresh]  # fmt: skip
-        for vector in vectors:
-            vector.div_(active)
-        for p, _ in averaged:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        copy_all([as_real(p.grad) for p, _ in averaged if p.grad is not None], [mean for _, mean in averaged])
-        pool.give(vectors)
-
-    def _average_across(
-        self, vectors: list[torch.Tensor], flags: Sequence[int], active: int
-    ) -> tuple[Sequence[int], int]:
-        """Sums over nodes too; where one is lost on the way, the node's own sum stands."""
-        sums = self._exchange.average(vectors, [active, *flags], self._steps)
-        return (flags, active) if sums is None else ([round(flag) for flag in sums[1:]], round(sums[0]))
 
     def _step_begins(self, *_: Any) -> None:
         if not self._pending and self._watch.notice(self._params()) and self._moves():
@@ -370,28 +326,22 @@ class DASO:
     def observe(self, loss: torch.Tensor) -> None:
         """Tells the loss of a batch, for ``pace="plateau"``; each exchange looks at the mean since the last."""
         if not self._exchange.alone:
-            self._losses.append(loss.detach())
+            self._losses.add(loss)
 
     def epoch_end(self, loss: torch.Tensor | float | None = None) -> None:
         """Tells that an epoch has ended, and its mean loss on this rank; in paper mode all ranks must call it."""
         if loss is not None:
-            self._loss = float(loss)
+            self._losses.epoch = float(loss)
         if self._options.mode == "paper":
             if self._pending:
                 self._tick()
             with self._leaving_a_checkpoint():
                 if not self._mates.alone:
-                    loss_sum = torch.tensor([self._loss], dtype=torch.float64)
+                    loss_sum = torch.tensor([self._losses.epoch], dtype=torch.float64)
                     self._mates.sum_up_numbers(loss_sum, self._steps)
-                    self._loss = float(loss_sum) / self._topology.places
+                    self._losses.epoch = float(loss_sum) / self._topology.places
                 self._exchange.border(self._steps)
         self._exchange.record.paused()
-
-    def _take_loss(self) -> float:
-        loss, self._loss = self._loss, math.nan
-        if self._losses:
-            loss, self._losses = float(torch.stack(self._losses).float().mean()), []
-        return loss
 
     @property
     def steps(self) -> int:
@@ -452,7 +402,7 @@ class DASO:
                 self._exchange.perform(met.step)
                 self._steps += 1
             elif self._exchange.averages_gradients(met.step):
-                self._average_across(vectors, met.flags, len(met.active))
+                self._averaging.across(vectors, met.flags, len(met.active), met.step)
         if self._mates.uneven:
             self._take_from(self._mates.active[0])
         self._mates.active = tuple(range(self._topology.places))

@@ -76,8 +76,8 @@ def check_averager(found: Averager, topology: Topology, *, averages: bool) -> No
         over = f"over ranks {ranks}" if ranks is not None else "or shards the model"
         instead = 'DistributedDataParallel(model, process_group=mesh.get_group("local"))'
         remedy = (
-            f"averages gradients already, {over}, so that nodes would not be apart; give DASO the model as it is and run "
-            "that one (Accelerate: prepare() without the model; Lightning: no ddp strategy), or wrap it beforehand in "
+            f"averages gradients already, {over}, so that nodes would not be apart; give DASO the model as it is and "
+            "run that one (Accelerate: prepare() without the model; Lightning: no ddp strategy), or wrap it beforehand in "
             f"{instead}, here ranks {own}, and give DASO that"
         )
         raise ArgumentError("model", found.name, remedy)

@@ -205,9 +205,7 @@ class Exchange:
         figures = Figures(record.vote_seconds, record.step_seconds, self.loss(), self._setup.lr(), record.work)
         if flight.place == self._topology.place and self._groups.across is not None:
             size = -1 if self._mates.uneven else self._setup.state().numel
-            vote = Vote(
-                True, contributes=counts, done=self.done, steps=self.trained, state=size, figures=figures
-            )
+            vote = Vote(True, contributes=counts, done=self.done, steps=self.trained, state=size, figures=figures)
             self.record.sent(sum(v.nbytes for v in flight.sent), len(self._agreement.alive))
             flight.transfer = Transfer(
                 flight.number, flight.sent, self._groups.across, self._agreement, vote, self.pool
@@ -226,11 +224,10 @@ class Exchange:
             self.rhythm.merged(flight.number, verdict.figures)
             if self.rhythm.waits and not self._told:
                 self._told = True
-                announce(
-                    f"an exchange between nodes takes about as long as {self.rhythm.waits} steps, and training waits for it "
-                    f"after {self.rhythm.wait}: nodes do not stay apart for longer unless asked to; give every= to allow it",
-                    level=logging.WARNING,
-                )
+                what = f"an exchange between nodes takes about as long as {self.rhythm.waits} steps"
+                then = f"training waits for it after {self.rhythm.wait}"
+                why = "nodes do not stay apart for longer unless asked to; give every= to allow it"
+                announce(f"{what}, and {then}: {why}", level=logging.WARNING)
             if flight.number == self.number - 1:
                 # Not before it was due: a node that is done merges at once, and must not run ahead for that.
                 self.next_send = max(flight.sent_at + self.rhythm.every, flight.due)
