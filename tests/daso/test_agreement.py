@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -85,6 +86,52 @@ def test_what_differs_is_said():
 def test_numbers_for_ranks_without_a_store():
     verdict = Verdict(True, 2, False, 5, -1, Figures(1.0, 2.0, 3.0, 4.0, 5.0), (0, 2))
     assert Verdict.from_list([*verdict.as_list(), -1.0]) == verdict
+
+
+def test_a_node_may_vote_on_two_exchanges_at_a_time():
+    """On one connection, waiting for the verdict on the first would keep it from voting on the second."""
+    host = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20))
+    first, second = (
+        Agreement(Connections(host.clone, ready=2), node=node, nodes=range(2), timeout=8.0) for node in range(2)
+    )
+
+    def one_after_the_other(agreement, order):
+        results = together(
+            *(lambda n=n: (time.sleep(0.4 * order.index(n)), agreement.vote(n, Vote(True)))[1] for n in order)
+        )
+        return [result.counted for result in results]
+
+    began = time.monotonic()
+    verdicts = together(lambda: one_after_the_other(first, [0, 1]), lambda: one_after_the_other(second, [1, 0]))
+    assert verdicts == [[True, True]] * 2
+    assert time.monotonic() - began < 8
+
+
+def test_two_failures_at_a_time_are_one_roll_call():
+    first, second = nodes(2, timeout=3.0)
+    then = first.members
+    verdicts = together(lambda: first.vote(0, Vote(False), then), lambda: second.vote(0, Vote(False), then))
+    assert [verdict.alive for verdict in verdicts] == [(0, 1)] * 2
+    for agreement in (first, second):
+        agreement.regrouped((0, 1))
+    late = together(lambda: first.vote(1, Vote(False), then), lambda: second.vote(1, Vote(False)))
+    assert late[0].alive == (0, 1), "the roll that was called already holds"
+
+
+def test_the_host_of_the_store_waits_for_the_others_but_not_for_ever():
+    first, second = nodes(2, timeout=1.0)
+    began = time.monotonic()
+    first.leave(2, host=True)
+    assert 0.9 < time.monotonic() - began < 20
+    first, second = nodes(2, timeout=60.0)
+    left = []
+    host = threading.Thread(target=lambda: (first.leave(2, host=True), left.append("host")))
+    host.start()
+    host.join(0.3)
+    assert not left
+    second.leave(2, host=False)
+    host.join(20)
+    assert left == ["host"]
 
 
 def test_a_store_that_is_gone_says_so():

@@ -77,8 +77,8 @@ def check_averager(found: Averager, topology: Topology, *, averages: bool) -> No
         instead = 'DistributedDataParallel(model, process_group=mesh.get_group("local"))'
         remedy = (
             f"averages gradients already, {over}, so that nodes would not be apart; give DASO the model as it is and "
-            "run that one (Accelerate: prepare() without the model; Lightning: no ddp strategy), or wrap it beforehand in "
-            f"{instead}, here ranks {own}, and give DASO that"
+            "run that one (Accelerate: prepare() without the model; Lightning: no ddp strategy), or wrap it beforehand "
+            f"in {instead}, here ranks {own}, and give DASO that"
         )
         raise ArgumentError("model", found.name, remedy)
 
