@@ -16,9 +16,8 @@ from gradweave.whole_step.refusals import NotOneGraphError
 LEFT_OUT = -100
 """What cross entropy leaves out, unless it is told of another value; so do the models of transformers."""
 
-_SAME_VALUES = frozenset(
-    "view reshape flatten unsqueeze squeeze contiguous clone detach long to int transpose permute t view_as".split()
-)
+_SHAPES = ("view", "view_as", "reshape", "flatten", "unsqueeze", "squeeze", "transpose", "permute", "t", "contiguous")
+_COPIES = ("clone", "detach", "long", "to", "int")
 _LOSSES = (functional.cross_entropy, functional.nll_loss)
 _COMPARISONS = ("eq", "ne")
 
@@ -71,7 +70,7 @@ def _only_views(user: Node, node: Node) -> bool:
     """Whether somebody makes another shape, or another type, of a tensor's values and of nothing else."""
     if not user.args or user.args[0] is not node or user.all_input_nodes != [node] or node in user.args[1:]:
         return False
-    return user.target is getitem or (user.op == "call_method" and user.target in _SAME_VALUES)
+    return user.target is getitem or (user.op == "call_method" and user.target in (*_SHAPES, *_COPIES))
 
 
 def _is_target(user: Node, node: Node) -> bool:

@@ -270,9 +270,11 @@ def _of_their_own(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor |
     seen: set[int] = set()
     own: list[torch.Tensor | None] = []
     for p, grad in zip(params, grads, strict=True):
-        if grad is None or grad.layout is not torch.strided:
+        if grad is None:
             own.append(grad)
             continue
+        if grad.layout is not torch.strided:
+            raise NotOneGraphError(f"a parameter of shape {tuple(p.shape)} has a gradient of layout {grad.layout}")
         memory = memory_of(grad)
         is_own = memory not in seen and grad.stride() == p.stride()
         own.append(grad if is_own else torch.empty_like(p).copy_(grad))
