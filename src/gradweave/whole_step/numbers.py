@@ -40,6 +40,18 @@ def torch_numbers_kept(device: torch.device) -> Iterator[None]:
         yield
 
 
+def torch_numbers(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The states of torch's generators."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_torch_numbers(device: torch.device, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    """Makes them what they were."""
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)
+
+
 def _same(one: Any, other: Any) -> bool:
     """Whether two states of NumPy's generator are the same."""
     if isinstance(one, dict):

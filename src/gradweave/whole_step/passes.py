@@ -48,6 +48,11 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
     graph.recompile()
 
 
+def has_sizes_of_values(graph: GraphModule) -> bool:
+    """Whether a result's size depends on the values it is computed from, so that each step has sizes of its own."""
+    return any(torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+
+
 def draws_in_update(graph: GraphModule) -> bool:
     """Whether an update draws random numbers, so that the order of updates can be seen."""
     return any(

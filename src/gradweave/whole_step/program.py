@@ -24,18 +24,18 @@ from gradweave.fusion.stepping import mark_written
 from gradweave.schedule.costs import Costs
 from gradweave.whole_step.capture import Captured
 from gradweave.whole_step.lower import Compiled, Replay, Runnable
-from gradweave.whole_step.numbers import torch_numbers_kept
+from gradweave.whole_step.numbers import set_torch_numbers, torch_numbers, torch_numbers_kept
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.packing import SharedState
 from gradweave.whole_step.padding import fillings_of
-from gradweave.whole_step.passes import split_convolutions
+from gradweave.whole_step.passes import has_sizes_of_values, split_convolutions
 from gradweave.whole_step.recompute import is_checkpointed, with_recomputation
 from gradweave.whole_step.recording import run_marked
 from gradweave.whole_step.refusals import HookError, NoStateError, NotOneGraphError, RefusedError
 from gradweave.whole_step.regions import note_places, upper_layers
 from gradweave.whole_step.scalars import moved_slots
 from gradweave.whole_step.scaling import Scaling, scaler_inputs
-from gradweave.whole_step.sharing import Sharing, groups_of
+from gradweave.whole_step.sharing import Sharing, contents_of, groups_of
 from gradweave.whole_step.tasks import StepTasks, tasks_of
 from gradweave.whole_step.trace import Clipping, Objective, Recipe, TracedStep, trace_step
 
@@ -137,6 +137,7 @@ class Program:
         self._outputs = len(_outputs(forward))
         self._made: list[_Made] = []
         self._times_made = 0
+        self._proven: set[int] = set()
 
     def close(self) -> None:
         """Lets go of everything: Dynamo keeps a program for good."""
@@ -168,10 +169,10 @@ class Program:
                 with compile_lock(), torch_numbers_kept(params[0].device):
                     made = self._make(purpose, inputs, sums)
             given = [*inputs, *sums, *scaler_inputs(scaler)]
-            shared.begun = True
             if shared.mark is None:
-                outputs = made.runnable.run(given)
+                made, outputs = self._taken(made, given, inputs, sums)
             else:
+                shared.begun = True
                 outputs = run_marked(made.traced, given, made.tasks.places, shared.mark)
                 mark_written(params)
                 shared.layers = made.tasks.layers
@@ -182,6 +183,38 @@ class Program:
             params[index].grad = None
         shared.norm = outputs.pop() if len(outputs) > self._outputs else None
         return outputs
+
+    def _taken(
+        self, made: _Made, given: Sequence[Any], inputs: Sequence[Any], sums: Sequence[torch.Tensor]
+    ) -> tuple[_Made, list[Any]]:
+        """Takes a step. One that fails the first time, and has changed nothing yet, is lowered in the other way."""
+        if id(made) in self._proven:
+            self._shared.begun = True
+            return made, made.runnable.run(given)
+        tensors = [x for x in (*given, *made.traced.optimizer.state()) if isinstance(x, torch.Tensor)]
+        before = contents_of(tensors)
+        device = made.traced.optimizer.params[0].device
+        numbers = torch_numbers(device)
+        try:
+            outputs = made.runnable.run(given)
+        except torch.OutOfMemoryError:
+            self._shared.begun = True
+            raise
+        except Exception as error:  # torch's kernels raise whatever they are
+            if contents_of(tensors) != before:
+                self._shared.begun = True
+                raise
+            set_torch_numbers(device, numbers)
+            self._made.remove(made)
+            if isinstance(made.runnable, Replay):
+                raise NotOneGraphError(f"its graph fails: {type(error).__name__}: {error}") from error
+            with compile_lock(), torch_numbers_kept(device):
+                made = self._made_instead(made.purpose, inputs, sums, error)
+            return self._taken(made, given, inputs, sums)
+        self._shared.begun = True
+        if not has_sizes_of_values(made.traced.graph):
+            self._proven.add(id(made))
+        return made, outputs
 
     def _find(self, purpose: _Purpose, params: Sequence[nn.Parameter], inputs: Sequence[Any]) -> _Made | None:
         """A step that was made for this purpose and for the optimizer as it is now."""
@@ -200,27 +233,39 @@ class Program:
         self._times_made += 1
         began = time.perf_counter()
         options.report("tracing the step")
-        models = {id(x) for x in (*self._model.parameters(), *self._model.buffers())}
-        own = tuple(index for index, x in enumerate(inputs) if id(x) in models)
-        memory = Sharing([inputs[index] for index in own])
         try:
-            traced, runnable = self._made_as(purpose, inputs, sums, purpose.lower)
+            return self._kept(purpose, inputs, *self._made_as(purpose, inputs, sums, purpose.lower), began)
         except (ArgumentError, RefusedError, NoStateError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # Inductor raises whatever its code runs into
             if purpose.lower == "replay":
                 raise
-            self._shared.release_counts()
-            traced, runnable = self._made_as(purpose, inputs, sums, "replay")
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
-            announce(
-                f'compile: Inductor cannot compile this step, it runs as with lower="replay": {why}',
-                level=logging.WARNING,
-            )
+            return self._made_instead(purpose, inputs, sums, error)
+
+    def _made_instead(
+        self, purpose: _Purpose, inputs: Sequence[Any], sums: Sequence[torch.Tensor], error: Exception
+    ) -> _Made:
+        """A step that Inductor cannot make, or whose kernels fail, operation by operation."""
+        began = time.perf_counter()
+        self._shared.release_counts()
+        made = self._kept(purpose, inputs, *self._made_as(purpose, inputs, sums, "replay"), began)
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        announce(
+            f'compile: Inductor cannot compile this step, it runs as with lower="replay": {why}', level=logging.WARNING
+        )
+        return made
+
+    def _kept(
+        self, purpose: _Purpose, inputs: Sequence[Any], traced: TracedStep, runnable: Runnable, began: float
+    ) -> _Made:
+        models = {id(x) for x in (*self._model.parameters(), *self._model.buffers())}
+        own = tuple(index for index, x in enumerate(inputs) if id(x) in models)
+        memory = Sharing([inputs[index] for index in own])
         made = _Made(purpose, self._model, traced, runnable, own, memory)
         kept = [one for one in self._made if one.runnable.lasting()]
         self._made = [*kept[1 - _MOST_KEPT :], made]
-        options.report(f"ready after {time.perf_counter() - began:.1f} s")
+        self._proven &= set(map(id, self._made[:-1]))
+        self._options.report(f"ready after {time.perf_counter() - began:.1f} s")
         return made
 
     def _made_as(

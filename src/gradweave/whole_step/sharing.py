@@ -35,3 +35,18 @@ def groups_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
         if x.layout is torch.strided and x.numel():
             by_memory[memory_of(x)].append((index, x.storage_offset()))
     return [members for members in by_memory.values() if len(members) > 1]
+
+
+def contents_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """A number for each tensor that is another one, almost surely, once the tensor has been changed."""
+    with torch.no_grad():
+        sums = [_sum_of_bytes(x.detach()) for x in tensors if x.layout is torch.strided and x.numel()]
+    return [int(x) for x in sums]
+
+
+def _sum_of_bytes(x: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(x) if x.is_complex() else x
+    if real.dtype is torch.bool or not real.is_floating_point():
+        return real.sum(dtype=torch.int64)
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return real.view(widths[real.element_size()]).sum(dtype=torch.int64)
