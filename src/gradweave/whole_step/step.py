@@ -149,8 +149,9 @@ class Step:
         self._eager_steps = EagerSteps(variants)
         self._eager_reason: str | None = None
         self._known_step: Any = None
-        self._objective, forget = dynamo_compile(_objective(job), job.add_program, variants)
-        weakref.finalize(self, job.close, forget)
+        self._forwards = job.forwards
+        self._objective, self._forget = dynamo_compile(_objective(job), job.add_program, variants)
+        weakref.finalize(self, job.close, self._forget)
         mark_compiled(optimizer, self)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -201,6 +202,9 @@ class Step:
         kind = (shapes, self.model.training)
         if self._shared.mark is None and self._eager_steps.is_due(kind):
             return self._stock_step(given, params)
+        if any(kind_of.forward is not forward for kind_of, forward in self._forwards.items()):
+            self._forget()  # a class was patched, which Dynamo does not look for in torch's own
+            self._forwards.clear()
         arguments, named = given
         self._shared.begun, self._shared.batch = False, leaves
         try:
@@ -375,9 +379,11 @@ class _Job:
         self.shared = shared
         self.options = options
         self.programs: list[Program] = []
+        self.forwards: dict[type[nn.Module], Any] = {}
 
     def add_program(self, forward: GraphModule, _: Any) -> Callable[..., list[Any]]:
         """The backend that Dynamo calls."""
+        self.forwards.update({type(module): type(module).forward for module in self.model.modules()})
         program = Program(forward, self.model, self.optimizer, self.shared, self.options)
         self.programs.append(program)
         return program.run
