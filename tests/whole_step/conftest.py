@@ -1,0 +1,13 @@
+"""What several tests of compiled steps ask for."""
+
+import pytest
+
+from gradweave import announce
+
+
+@pytest.fixture
+def warned(caplog):
+    """The warnings of gradweave so far, as if this was the first test of the process."""
+    announce._log_once.cache_clear()
+    caplog.set_level("INFO", logger="gradweave")
+    return lambda: [record.message for record in caplog.records if record.levelname == "WARNING"]
