@@ -150,7 +150,9 @@ HARD = {
     "reentrant checkpoint": (Reentrant, mean_square, (5, 6)),
     "nested": (Nested, mean_square, (5, 6)),
     "permutation": (lambda: nn.Linear(6, 3), mixed_up, (5, 6)),
-    "gradient penalty": (lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), with_gradient_penalty, (5, 6)),
+    "gradient penalty": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), with_gradient_penalty, (5, 6),
+    ),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import random
 import types
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -96,7 +97,7 @@ class Counting(optim.SGD):
     """Counts where a graph does not: each is a place of its own."""
 
     calls = 0
-    log = []
+    log: ClassVar[list] = []
 
     def __init__(self, params, where):
         super().__init__(params, lr=0.1)

@@ -134,7 +134,8 @@ class SharedState:
         layers: The modules of the last recorded step, by number.
         begun: Whether a graph has begun to run in this call: what fails before has changed nothing.
         batch: The leaves of the batch of this call.
-        fillings: By position in the batch, what integers may be padded with; None where that is not known.
+        fillings: By position in the batch, what integers may be padded with; None where that is not known. None until a
+            graph was made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -148,7 +149,7 @@ class SharedState:
         self.layers: tuple[str, ...] = ()
         self.begun = False
         self.batch: Sequence[Any] = ()
-        self.fillings: dict[int, int | None] = {}
+        self.fillings: dict[int, int | None] | None = None
 
     def counts(self, params: Sequence[nn.Parameter]) -> PackedCounts:
         """The packed counts of these parameters."""

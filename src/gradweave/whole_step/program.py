@@ -152,7 +152,7 @@ class Program:
         if not trainable:
             raise RefusedError("the loss depends on no parameter of the optimizer that requires a gradient")
         params = [inputs[index] for index in trainable]
-        if not shared.fillings:
+        if shared.fillings is None:
             shared.fillings = fillings_of(self._forward, inputs, shared.batch)
         _refuse_hooks(params)
         known = set(map(id, params))

@@ -175,12 +175,13 @@ class Step:
         reason = self._in_the_way()
         if reason is not None:
             return self._without_graph(reason, given, params)
-        if self._new_shapes != "compile" and shapes != self._first_shapes:
-            if self._new_shapes == "eager":
-                announce(f"compile: a batch of shapes {shapes} runs eagerly")
-                return self._stock_step(given, params)
+        if self._new_shapes == "eager" and shapes != self._first_shapes:
+            announce(f"compile: a batch of shapes {shapes} runs eagerly")
+            return self._stock_step(given, params)
+        fillings = self._shared.fillings  # known of a graph, so the first one is made without padding
+        if self._new_shapes == "pad" and shapes != self._first_shapes and fillings is not None:
             try:
-                given = padded(given, leaves, self._first_shapes, self._shared.fillings)
+                given = padded(given, leaves, self._first_shapes, fillings)
             except NotOneGraphError as error:
                 return self._without_graph(str(error), given, params)
             announce(f"compile: a batch of shapes {shapes} is padded to {self._first_shapes}")
