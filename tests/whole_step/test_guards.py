@@ -151,6 +151,10 @@ def test_an_optimizer_around_another_one_updates(warned):
     assert len(warned()) == 1
 
 
+def halve(p):
+    p.grad.mul_(0.5)
+
+
 def replaced_step(model, optimizer):
     step = optimizer.step
     optimizer.step = lambda: (model[0].weight.grad.mul_(0.0), step())[1]
@@ -181,17 +185,17 @@ def gradient_hook(model, optimizer):
 
 
 def accumulate_hook(model, optimizer):
-    return model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5) and None)
+    return model[0].weight.register_post_accumulate_grad_hook(halve)
 
 
 def step_hook(model, optimizer):
-    return optimizer.register_step_pre_hook(lambda *_: model[0].weight.grad.mul_(0.5) and None)
+    return optimizer.register_step_pre_hook(lambda *_: halve(model[0].weight))
 
 
 def step_hook_on_all(model, optimizer):
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    return register_optimizer_step_pre_hook(lambda *_: model[0].weight.grad.mul_(0.5) and None)
+    return register_optimizer_step_pre_hook(lambda *_: halve(model[0].weight))
 
 
 def other_module(model, optimizer):

@@ -87,6 +87,11 @@ def change_attribute(side, value):
     side.optimizer.scale = 1.0 + value
 
 
+def halve(p):
+    if p.grad is not None:
+        p.grad.mul_(0.5)
+
+
 def add_hook(side, value):
     layer = side.model[0]
     if value == 0:
@@ -96,7 +101,7 @@ def add_hook(side, value):
     elif value == 2:
         side.hooks.append(layer.weight.register_hook(lambda grad: grad * 0.5))
     else:
-        side.hooks.append(side.optimizer.register_step_pre_hook(lambda *_: layer.weight.grad.mul_(0.5) and None))
+        side.hooks.append(side.optimizer.register_step_pre_hook(lambda *_: halve(layer.weight)))
 
 
 def remove_hook(side, value):

@@ -8,7 +8,6 @@ cost nothing.
 from __future__ import annotations
 
 import copy
-import dis
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from gradweave.compat.eager import own_step
-from gradweave.whole_step.snapshot import IncomparableError, snapshot
+from gradweave.whole_step.snapshot import IncomparableError, globals_read_by, snapshot
 
 _MISSING = "nothing"
 """The value of what is not there."""
@@ -148,7 +147,7 @@ def _places_of_function(function: FunctionType, seen: set[int]) -> Iterator[tupl
         return
     seen.add(id(function.__code__))
     for code in _codes(function.__code__):
-        for name in {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}:
+        for name in globals_read_by(code):
             if name in function.__globals__:
                 what = f"global {name!r} of {function.__module__}"
                 yield from _places_of_value(what, function.__globals__, name, code, seen)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import logging
 import random
 import sys
 from collections.abc import Callable
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from functools import cache
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -68,8 +70,16 @@ def _snapshot(value: Any, seen: dict[int, Any], kept: list[Any]) -> Any:
     if isinstance(value, _BY_IDENTITY) or kind.__module__.partition(".")[0] == "gradweave":
         return _Same(value)
     if isinstance(value, FunctionType):
-        cells = [cell for cell in value.__closure__ or () if _is_filled(cell)]
-        return _Same(value.__code__), *(part(cell.cell_contents) for cell in cells), part(value.__defaults__)
+        if value.__module__ and value.__module__.partition(".")[0] == "torch":
+            return _Same(value)
+        cells = [part(cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell)]
+        reads = [name for name in globals_read_by(value.__code__) if name in value.__globals__]
+        return (
+            _Same(value.__code__),
+            *cells,
+            part(value.__defaults__),
+            *(part(value.__globals__[name]) for name in reads),
+        )
     if isinstance(value, MethodType):
         return part(value.__func__), part(value.__self__)
     if isinstance(value, random.Random):
@@ -92,6 +102,14 @@ def _of_object(value: Any, part: Callable[[Any], Any]) -> Any:
         return _Same(value)
     arguments, state, *items = (*reduced[1:], None)[: max(2, len(reduced) - 1)]
     return type(value), part(arguments), part(state), part([list(inner) for inner in items if inner is not None])
+
+
+@cache
+def globals_read_by(code: CodeType) -> tuple[str, ...]:
+    """The names of globals that a function's code reads, and that of functions inside of it."""
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    inner = (globals_read_by(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return tuple(sorted(own.union(*inner)))
 
 
 def _is_filled(cell: Any) -> bool:
