@@ -166,6 +166,7 @@ def test_what_is_hard_to_trace_is_trained_bit_for_bit(name, warned):
     assert len(warned()) <= 1
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["experts", "sparse", "permutation", "LSTM"])
 def test_what_inductor_cannot_compile_is_trained_all_the_same(name, warned):
@@ -177,6 +178,9 @@ def test_what_inductor_cannot_compile_is_trained_all_the_same(name, warned):
     assert len(warned()) <= 1
 
 
+LOGGER = logging.getLogger("a model")
+
+
 class Talking(nn.Module):
     """Tells its user something in every forward."""
 
@@ -185,7 +189,7 @@ class Talking(nn.Module):
         self.inner = nn.Linear(48, 5)
 
     def forward(self, x):
-        logging.getLogger("a model").warning("is called")
+        LOGGER.warning("is called")
         warnings.warn("is called", stacklevel=1)
         return self.inner(x)
 

@@ -370,6 +370,7 @@ class LateHead(nn.Module):
         return self.head(inner) + (self.late(inner) if self.use else 0)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lower", ["replay", "inductor"])
 @pytest.mark.parametrize("change", ["late head", "cleared", "assigned"])
 def test_step_counts_that_differ_and_state_that_is_reset(lower, change, warned):

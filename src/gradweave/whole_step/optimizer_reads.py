@@ -74,16 +74,23 @@ class OptimizerReads:
                 return name
         return None
 
-    def copies(self) -> dict[str, Any]:
+    def copies(self) -> tuple[dict[str, Any], list[Any]]:
         """What is outside of the optimizer and could be changed by its step, for :meth:`put_back`."""
-        return {name: _copy(place.get()) for name, place in self._places.items()}
+        generators: list[Any] = []
+        self._now(generators)
+        return {name: _copy(place.get()) for name, place in self._places.items()}, list(map(_with_state, generators))
 
-    def put_back(self, copies: dict[str, Any]) -> None:
+    def put_back(self, copied: tuple[dict[str, Any], list[Any]]) -> None:
         """Makes what is outside of the optimizer what it was."""
+        copies, generators = copied
+        for restore in generators:
+            restore()
+        before = self._values
+        now_there = self._now()
         for name, value in copies.items():
             place = self._places[name]
             now = place.get()
-            if now is value or value is _MISSING:
+            if now is value or value is _MISSING or now_there[name] == before[name]:
                 continue
             if isinstance(now, list):
                 now[:] = value
@@ -93,7 +100,7 @@ class OptimizerReads:
             else:
                 place.put(value)
 
-    def _now(self) -> dict[str, Any]:
+    def _now(self, generators: list[Any] | None = None) -> dict[str, Any]:
         known = {id(self._optimizer): "the optimizer"}
         values: dict[str, Any] = {}
         plain = {key: value for key, value in self._optimizer.defaults.items() if not isinstance(value, torch.Tensor)}
@@ -101,7 +108,7 @@ class OptimizerReads:
         named |= {f"attribute {name!r}": value for name, value in own_attributes(self._optimizer).items()}
         for name, value in (*named.items(), *((name, place.get()) for name, place in self._places.items())):
             try:
-                values[name] = snapshot(value, known)
+                values[name] = snapshot(value, known, generators)
             except IncomparableError as error:
                 values[name] = str(error)
                 self.why_not = f"it keeps something in its {name}, outside of its state: {error}"
@@ -120,6 +127,16 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 def _is_known(part: type | FunctionType | ModuleType) -> bool:
     name = part.__name__ if isinstance(part, ModuleType) else part.__module__ or ""
     return name.partition(".")[0] in _KNOWN
+
+
+def _with_state(generator: Any) -> Callable[[], Any]:
+    """What makes a generator of random numbers go on from where it is now."""
+    if hasattr(generator, "getstate"):
+        return partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "get_state"):
+        return partial(generator.set_state, generator.get_state())
+    bits = getattr(generator, "bit_generator", generator)
+    return partial(setattr, bits, "state", bits.state) if hasattr(bits, "state") else lambda: None
 
 
 def _copy(value: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 _PLAIN = (int, str, bytes, bool, complex, type(None), type, range, Enum, torch.dtype, torch.device, torch.Size)
-_BY_IDENTITY = (logging.Logger, ModuleType, BuiltinFunctionType, torch.Generator)
+_BY_IDENTITY = (logging.Logger, ModuleType, torch.Generator)
 _HOLDERS = (torch.Tensor, nn.Module, Optimizer)
 MOST_PARTS = 10_000
 """Of one value; what has more is too much to be compared in every step."""
@@ -27,7 +27,7 @@ class IncomparableError(Exception):
     """A value has tensors inside, which a graph would take for constants, or too many parts."""
 
 
-def snapshot(value: Any, known: dict[int, Any] | None = None) -> Any:
+def snapshot(value: Any, known: dict[int, Any] | None = None, generators: list[Any] | None = None) -> Any:
     """Return what equals the snapshot of the same value later if that has not changed, in any of its parts.
 
     Objects are compared by their attributes, or by what pickle would keep of them; what has neither only by being the
@@ -36,11 +36,21 @@ def snapshot(value: Any, known: dict[int, Any] | None = None) -> Any:
     Args:
         value: Of any kind.
         known: Objects by their id whose parts do not count, and what to take them for.
+        generators: Gets those of random numbers that it holds.
 
     Raises:
         IncomparableError: It holds a tensor, a module or an optimizer, or is too large.
     """
-    return _snapshot(value, {} if known is None else dict(known), [])
+    kept: list[Any] = []
+    result = _snapshot(value, {} if known is None else dict(known), kept)
+    if generators is not None:
+        generators += [inner for inner in kept if is_generator(inner)]
+    return result
+
+
+def is_generator(value: Any) -> bool:
+    """Whether something draws random numbers: a generator of Python's or of NumPy's."""
+    return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")
 
 
 def _snapshot(value: Any, seen: dict[int, Any], kept: list[Any]) -> Any:
@@ -70,21 +80,23 @@ def _snapshot(value: Any, seen: dict[int, Any], kept: list[Any]) -> Any:
     if isinstance(value, _BY_IDENTITY) or kind.__module__.partition(".")[0] == "gradweave":
         return _Same(value)
     if isinstance(value, FunctionType):
-        if value.__module__ and value.__module__.partition(".")[0] == "torch":
-            return _Same(value)
-        cells = [part(cell.cell_contents) for cell in value.__closure__ or () if _is_filled(cell)]
-        reads = [name for name in globals_read_by(value.__code__) if name in value.__globals__]
-        return (
-            _Same(value.__code__),
-            *cells,
-            part(value.__defaults__),
-            *(part(value.__globals__[name]) for name in reads),
-        )
+        return _of_function(value, part)
     if isinstance(value, MethodType):
         return part(value.__func__), part(value.__self__)
+    if isinstance(value, BuiltinFunctionType):
+        return value.__name__, part(value.__self__)
     if isinstance(value, random.Random):
         return kind, value.getstate()
     return _of_object(value, part)
+
+
+def _of_function(function: FunctionType, part: Callable[[Any], Any]) -> Any:
+    if (function.__module__ or "").partition(".")[0] == "torch":
+        return _Same(function)
+    cells = [part(cell.cell_contents) for cell in function.__closure__ or () if _is_filled(cell)]
+    names = [name for name in globals_read_by(function.__code__) if name in function.__globals__]
+    reads = [part(function.__globals__[name]) for name in names]
+    return _Same(function.__code__), *cells, part(function.__defaults__), *reads
 
 
 def _of_object(value: Any, part: Callable[[Any], Any]) -> Any:
