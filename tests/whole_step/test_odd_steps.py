@@ -97,7 +97,7 @@ def test_micro_batches_that_use_different_parameters():
     assert_identical(run("replay"), run(None))
 
 
-def test_hooks():
+def test_hooks(warned):
     model = make("mlp")
     optimizer = adamw(model.parameters())
     calls = []
@@ -107,13 +107,22 @@ def test_hooks():
     for x, y in data:
         step(x, y)
     assert len(calls) == 4
+    seen, before = [], model[0].weight.detach().clone()
     hook = model[0].weight.register_hook(lambda grad: grad * 0)
-    with pytest.raises(GradweaveError, match="gradient hook"):
-        step(*data[0])
+    handle = optimizer.register_step_pre_hook(lambda *_: seen.append(model[0].weight.grad.count_nonzero().item()))
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg"].zero_()
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    step(*data[0])
+    assert seen == [0]
+    assert torch.equal(model[0].weight, before)
+    (message,) = warned()
+    assert "step hooks" in message
     hook.remove()
-    optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(GradweaveError, match="step hooks"):
-        step(*data[0])
+    handle.remove()
+    step(*data[0])
+    assert step.eager_reason is None
+    assert not torch.equal(model[0].weight, before)
 
 
 @pytest.mark.parametrize("lower", ["replay", "inductor"])

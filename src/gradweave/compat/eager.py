@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -97,6 +98,22 @@ def own_step(optimizer: Optimizer) -> Callable[[Optimizer], Any]:
 def step_pre_hooks(optimizer: Optimizer) -> dict[int, Any]:
     """The hooks that run before a step, in their order."""
     return optimizer._optimizer_step_pre_hooks
+
+
+def hooks_of_all() -> bool:
+    """Whether hooks are there that are called for every module, or before every optimizer's step."""
+    module = torch.nn.modules.module
+    return bool(
+        module._global_forward_hooks
+        or module._global_forward_pre_hooks
+        or module._global_backward_hooks
+        or module._global_backward_pre_hooks
+        or _global_optimizer_pre_hooks
+    )
+
+
+CriterionModule = torch.nn.modules.loss._Loss
+"""What torch's losses have in common."""
 
 
 def put_first_behind_step(optimizer: Optimizer, hook: int) -> None:
@@ -319,7 +336,7 @@ def ready_scaler_tensors(scaler: torch.amp.GradScaler, device: torch.device) -> 
 def mark_stepped(optimizer: Optimizer) -> None:
     """Tells schedulers and hooks behind the step that one was taken without ``optimizer.step()``."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
-    for hook in list(optimizer._optimizer_step_post_hooks.values()):
+    for hook in (*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
         hook(optimizer, (optimizer,), {})
 
 

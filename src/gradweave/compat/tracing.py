@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -102,6 +104,35 @@ def traces_entered_modes() -> bool:
     """Whether Dynamo takes function modes that one hook enters and another leaves; known of torch 2.13."""
     version = torch.__version__.split("+")[0].split(".")
     return (int(version[0]), int(version[1])) >= (2, 13)
+
+
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """Context in which code is traced: autocast and the modes are afterwards as they were, also if it fails inside."""
+    functorch = torch._C._functorch
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    cache, nesting = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    transforms = len(functorch.get_interpreter_stack() or ())
+    functions = torch._C._len_torch_function_stack()
+    try:
+        yield
+    except BaseException:
+        for _ in range(len(functorch.get_interpreter_stack() or ()) - transforms):
+            functorch.pop_dynamic_layer_stack()
+        for _ in range(torch._C._len_torch_function_stack() - functions):
+            torch.overrides._pop_mode()
+        for device, enabled, dtype in autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        while torch.autocast_increment_nesting() > nesting:
+            torch.autocast_decrement_nesting()
+            torch.autocast_decrement_nesting()
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        raise
 
 
 def is_symbolic(value: Any) -> bool:
@@ -259,15 +290,33 @@ def dynamo_compile(
     import torch._dynamo
     from torch._C._dynamo.eval_frame import reset_code
     from torch._dynamo import exc
+    from torch._dynamo.symbolic_convert import InstructionTranslator
 
     own = _with_own_code(function)
-    compiled = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
+
+    def with_fixed_numbers(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        translator = InstructionTranslator.current_tx()
+        if translator.output.random_calls:  # of a generator of its own, the first numbers would be those of all steps
+            raise DynamoError("it draws numbers with Python's random, which a graph cannot")
+        return backend(gm, inputs)
+
+    compiled = torch.compile(own, backend=with_fixed_numbers, fullgraph=True, dynamic=False)
     refusals = (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
 
-    def call(*args: Any) -> Any:
-        with torch._dynamo.config.patch(recompile_limit=variants, accumulated_recompile_limit=1024):
+    settings: Any = torch._dynamo.config.patch(  # once: making it takes longer than all that a step else does here
+        {
+            "recompile_limit": variants,
+            "accumulated_recompile_limit": 1024,
+            "skip_nnmodule_hook_guards": False,
+            "use_numpy_random_stream": True,
+            "ignore_logging_functions": _logging_functions(),
+        }
+    )
+
+    def call(*args: Any, **named: Any) -> Any:
+        with settings:
             try:
-                return compiled(*args)
+                return compiled(*args, **named)
             except exc.BackendCompilerFailed as error:
                 raise error.inner_exception from error
             except exc.FailOnRecompileLimitHit as error:
@@ -276,6 +325,18 @@ def dynamo_compile(
                 raise DynamoError(str(error)) from error
 
     return call, partial(reset_code, own.__code__)
+
+
+_LOGGING_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
+def _logging_functions() -> set[Any]:
+    """What only tells the user something: a graph leaves it out, instead of being refused for it.
+
+    Libraries add methods of their own to loggers, such as ``warning_once``; only some of a logger's return a value.
+    """
+    own = {vars(logging.Logger).get(name + form) for name in _LOGGING_METHODS for form in ("", "_once", "_advice")}
+    return {*own, warnings.warn} - {None}
 
 
 def compile_lock() -> AbstractContextManager[Any]:

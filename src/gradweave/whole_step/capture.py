@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
+from gradweave.announce import announce
 from gradweave.compat.eager import free_matmul_workspaces
 from gradweave.whole_step.lower import Compiled
 
@@ -37,6 +39,7 @@ class Captured:
         self._changed = set(changed)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._taken = 0
+        self._refused = False
         self._static: list[Any] = []
         self._addresses: dict[int, int] = {}
         self._state_addresses: list[int] = []
@@ -46,8 +49,14 @@ class Captured:
         """Whether the optimizer's state is what the step was made for."""
         return self._step.valid()
 
+    def lasting(self) -> bool:
+        """Whether it may be valid again."""
+        return self._step.lasting()
+
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Takes the step."""
+        if self._refused:
+            return self._step.run(inputs)
         if self._taken < WARM_UP_STEPS:
             if self._taken == 0:
                 free_matmul_workspaces()
@@ -57,8 +66,8 @@ class Captured:
             now = self._locate(inputs)
             self._fixed -= {i for i in now if now[i] != self._addresses[i] and i not in self._changed}
             self._graph = None
-        if self._graph is None:
-            self._capture(inputs)
+        if self._graph is None and not self._captured(inputs):
+            return self._step.run(inputs)
         self._step.prepare()
         for index, (static, given) in enumerate(zip(self._static, inputs, strict=True)):
             if index not in self._fixed and isinstance(given, torch.Tensor):
@@ -76,6 +85,21 @@ class Captured:
 
     def _locate_state(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self._step.tensors()]
+
+    def _captured(self, inputs: Sequence[Any]) -> bool:
+        """Captures the step, which does none of its work yet; returns whether it can be."""
+        try:
+            self._capture(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # as for operations that look at a value, or that a capture may not have
+            self._refused, self._static, self._outputs = True, [], []
+            torch.cuda.synchronize()
+            why = str(error).partition("\n")[0]
+            announce(
+                f"compile: the step is not replayed as one CUDA graph, which takes longer: {why}", level=logging.WARNING
+            )
+        return not self._refused
 
     def _capture(self, inputs: Sequence[Any]) -> None:
         self._graph, self._outputs = None, []

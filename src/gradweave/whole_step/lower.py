@@ -13,7 +13,12 @@ from gradweave.compat.tracing import compile_with_inductor
 from gradweave.fusion.stepping import mark_written
 from gradweave.whole_step.combining import small_kernels
 from gradweave.whole_step.packing import SharedState
-from gradweave.whole_step.passes import split_convolutions, take_out_counters, updates_at_their_gradients
+from gradweave.whole_step.passes import (
+    draws_in_update,
+    split_convolutions,
+    take_out_counters,
+    updates_at_their_gradients,
+)
 from gradweave.whole_step.regions import OnTwoStreams, cut
 from gradweave.whole_step.scalars import split_scalars
 from gradweave.whole_step.trace import TracedStep
@@ -27,6 +32,9 @@ class Runnable(Protocol):
     def valid(self) -> bool:
         """Whether it still fits the optimizer's state."""
 
+    def lasting(self) -> bool:
+        """Whether it may fit again, when it does not now."""
+
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Takes the step; returns the traced outputs."""
 
@@ -34,17 +42,27 @@ class Runnable(Protocol):
 class Replay:
     """The traced operations one after the other: bit for bit what the eager step computes.
 
-    Updates are done as soon as they can, so that gradients need not all be there at once. Every operation of
+    Updates are done as soon as they can, so that gradients need not all be there at once; but in the order in which
+    they were traced where that could be seen, as they draw random numbers or weights share memory. Every operation of
     backward is for an input or for weights, so that their tasks can be told apart.
+
+    Args:
+        traced: The step.
+        in_order: Whether weights, buffers or state share memory.
     """
 
-    def __init__(self, traced: TracedStep) -> None:
+    def __init__(self, traced: TracedStep, *, in_order: bool = False) -> None:
         self._traced = traced
         split_convolutions(traced.graph)
-        updates_at_their_gradients(traced.graph)
+        if not in_order and not draws_in_update(traced.graph):
+            updates_at_their_gradients(traced.graph)
 
     def valid(self) -> bool:
         """Always: nothing is kept between steps."""
+        return True
+
+    def lasting(self) -> bool:
+        """Always, likewise."""
         return True
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -99,6 +117,10 @@ class Compiled:
         state = self._optimizer.state()
         self._state = [state[slot] for slot in self._main_state]
         return True
+
+    def lasting(self) -> bool:
+        """Whether its counts are still the optimizer's."""
+        return self._shared.has(self._counts)
 
     def tensors(self) -> list[torch.Tensor]:
         """The optimizer's tensors that the step reads and writes."""

@@ -14,7 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.compat.eager import own_step, without_step_hooks
-from gradweave.errors import GradweaveError
+from gradweave.compat.tracing import is_symbolic
+from gradweave.whole_step.optimizer_reads import OptimizerReads, own_attributes
+from gradweave.whole_step.refusals import NoStateError, NotOneGraphError
+from gradweave.whole_step.snapshot import IncomparableError, snapshot
 
 PLAIN_FORM = {"foreach": False, "fused": False}
 """The form that is traced: one tensor at a time; fusing them is the compiler's work."""
@@ -42,7 +45,7 @@ class OptimizerInputs:
 
     Hyperparameters that are floats, or tuples of them, may change between steps; everything else
     in a group (flags, counts, None) and every state value that is no tensor is part of
-    :attr:`settings`, for which a graph is made.
+    :attr:`settings`, for which a graph is made, and so is what else its step reads, :attr:`reads`.
     """
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -60,7 +63,7 @@ class OptimizerInputs:
                 if isinstance(value, torch.Tensor):
                     self.state_slots.append(StateSlot(index, key))
                 else:
-                    constants.append((StateSlot(index, key), key, value))
+                    constants.append((StateSlot(index, key), key, _settled(value)))
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key == "params":
@@ -70,8 +73,9 @@ class OptimizerInputs:
                 elif isinstance(value, (tuple, list)) and value and all(map(_is_number, value)):
                     self.number_slots += [NumberSlot(number, key, position) for position in range(len(value))]
                 else:
-                    constants.append((number, key, copy.deepcopy(value)))
+                    constants.append((number, key, _settled(value)))
         self.settings = tuple(constants)
+        self.reads = OptimizerReads(optimizer)
         self._keys = [tuple(group) for group in optimizer.param_groups]
         self._sizes = [len(optimizer.state.get(p, ())) for p in self.params]
         self._known = self.state()
@@ -94,9 +98,9 @@ class OptimizerInputs:
             return False
         for place, key, value in self.settings:
             holder = state[self.params[place.param]] if isinstance(place, StateSlot) else groups[place]
-            if key not in holder or not _equal(holder[key], value):
+            if key not in holder or not _is_settled(holder[key], value):
                 return False
-        return self._state_fits()
+        return self.reads.same() and self._state_fits()
 
     def _state_fits(self) -> bool:
         """Whether state tensors that are new are of the kind of those they replace."""
@@ -136,13 +140,11 @@ class OptimizerInputs:
         New values that the update puts into the state, in the place of those it was given, are
         written to the tensors it was given.
         """
-        stand_in = object.__new__(type(self.optimizer))
-        own_attributes = {name: value for name, value in vars(self.optimizer).items() if name not in _TORCH_ATTRIBUTES}
-        self._check_attributes(own_attributes)
-        for name, value in own_attributes.items():
-            setattr(stand_in, name, copy.copy(value) if isinstance(value, (dict, list, set)) else value)
-        stand_in.defaults = self.optimizer.defaults
-        stand_in._warned_capturable_if_run_uncaptured = True
+        if self.reads.why_not is not None:
+            raise self._untraceable(self.reads.why_not)
+        self._check_state()
+        stand_in = self._stand_in()
+        attributes = own_attributes(self.optimizer)
         stand_in.param_groups = self._groups_with(params, numbers, capturable)
         stand_in.state = defaultdict(dict)
         given = dict(zip(self.state_slots, state, strict=True))
@@ -151,24 +153,41 @@ class OptimizerInputs:
             own = self.optimizer.state.get(self.params[index], {})
             stand_in.state[p] = {key: given.get(StateSlot(index, key), value) for key, value in own.items()}
         before = [dict(group) for group in stand_in.param_groups]
-        with torch.no_grad(), without_step_hooks(stand_in):
-            own_step(self.optimizer)(stand_in)
-        for then, now in zip(before, stand_in.param_groups, strict=True):
-            if any(now[key] is not value for key, value in then.items()):
+        copies = self.reads.copies()
+        try:
+            with torch.no_grad(), without_step_hooks(stand_in):
+                own_step(self.optimizer)(stand_in)
+        finally:
+            changed = self.reads.changed()
+            if changed is not None:
+                self.reads.put_back(copies)
+        if changed is not None:
+            raise self._untraceable(f"it keeps something in its {changed}, outside of its state")
+        for then, now, own in zip(before, stand_in.param_groups, self.optimizer.param_groups, strict=True):
+            if any(now[key] is not value or not _is_kept(value, own.get(key)) for key, value in then.items()):
                 raise self._untraceable("it keeps a count or another number in param_groups")
-        for name, value in vars(stand_in).items():
-            if name in _TORCH_ATTRIBUTES:
-                continue
-            if name not in own_attributes or not _equal(value, own_attributes[name]):
+        known = {id(self.optimizer): "the optimizer", id(stand_in): "the optimizer"}
+        now_there = own_attributes(stand_in)
+        for name in {**attributes, **now_there}:
+            if not _is_unchanged(attributes.get(name), now_there.get(name), known):
                 raise self._untraceable(f"it keeps something in its attribute {name!r}, outside of its state")
         for index, p in enumerate(params):
             p.grad = None
             self._write_back(index, stand_in.state.get(p, {}), given)
 
-    def _check_attributes(self, attributes: dict[str, Any]) -> None:
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor) or _holds_tensors(value):
-                raise self._untraceable(f"it keeps a tensor in its attribute {name!r}, outside of its state")
+    def _stand_in(self) -> Optimizer:
+        """An optimizer of the same class, with copies of the attributes, so that its step changes nothing real."""
+        stand_in = object.__new__(type(self.optimizer))
+        memo: dict[int, Any] = {id(self.optimizer): stand_in}
+        for name, value in own_attributes(self.optimizer).items():
+            setattr(stand_in, name, _own_copy(value, memo))
+        for name, value in vars(self.optimizer).items():
+            if name not in vars(stand_in) and name != "step":
+                vars(stand_in)[name] = value
+        stand_in._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+        return stand_in
+
+    def _check_state(self) -> None:
         for key, entry in self.optimizer.state.items():
             if not isinstance(key, torch.Tensor):
                 raise self._untraceable("it keeps state that belongs to no parameter")
@@ -184,7 +203,8 @@ class OptimizerInputs:
             form = {key: value for key, value in PLAIN_FORM.items() if key in group}
             if "capturable" in group:
                 form["capturable"] = capturable
-            groups.append({**group, **form, "params": [params[index] for index in members]})
+            values = {key: _own_copy(value, {}) if _is_nested(value) else value for key, value in group.items()}
+            groups.append({**values, **form, "params": [params[index] for index in members]})
         for slot, number in zip(self.number_slots, numbers, strict=True):
             group = groups[slot.group]
             if slot.position is None:
@@ -199,22 +219,58 @@ class OptimizerInputs:
         for key, value in now.items():
             original = given.get(StateSlot(index, key))
             if original is None:
-                if key not in own and value is not None:
+                if own.get(key) is None and value is not None:
                     raise NoStateError(f"{type(self.optimizer).__name__} has no state for a parameter yet")
                 if not _equal(value, own.get(key)):
                     raise self._untraceable(f"it keeps state[{key!r}] as {type(value).__name__}, not as a tensor")
             elif value is not original:
                 original.copy_(value)
 
-    def _untraceable(self, why: str) -> GradweaveError:
+    def _untraceable(self, why: str) -> NotOneGraphError:
         name = type(self.optimizer).__name__
-        return GradweaveError(
+        return NotOneGraphError(
             f"optimizer={name}: its step cannot be traced: {why}; use an optimizer whose step is tensor code, "
-            "such as those of torch.optim, or fuse() with the loop of your own"
+            "such as those of torch.optim"
         )
 
 
-_TORCH_ATTRIBUTES = ("defaults", "state", "param_groups", "_warned_capturable_if_run_uncaptured")
+def _settled(value: Any) -> Any:
+    """A value that is no number, as it is to be compared later."""
+    try:
+        return snapshot(value)
+    except IncomparableError:
+        return value
+
+
+def _is_settled(value: Any, before: Any) -> bool:
+    return value is before or bool(_settled(value) == before)
+
+
+def _own_copy(value: Any, memo: dict[int, Any]) -> Any:
+    if type(value).__module__.partition(".")[0] == "gradweave":
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # whatever objects raise that cannot be copied
+        return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (dict, list, set)) and not _holds_tensors(value)
+
+
+def _is_kept(value: Any, own: Any) -> bool:
+    """Whether what a copied group has nested is still what the group has."""
+    if not _is_nested(value) or (isinstance(value, list) and any(map(is_symbolic, value))):
+        return True
+    return _is_unchanged(own, value, {})
+
+
+def _is_unchanged(before: Any, now: Any, known: dict[int, Any]) -> bool:
+    try:
+        return before is now or bool(snapshot(before, known) == snapshot(now, known))
+    except IncomparableError:
+        return False
 
 
 def _is_number(value: Any) -> bool:
@@ -244,7 +300,3 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)
-
-
-class NoStateError(GradweaveError):
-    """The optimizer must take a stock step first, which creates its state."""

@@ -30,6 +30,7 @@ class PackedCounts:
         self.vectors: list[torch.Tensor] = []
         self._members: list[list[tuple[nn.Parameter, str]]] = []
         self._elements: list[list[torch.Tensor]] = []
+        self._devices: list[list[torch.device]] = []
         self._class_of: dict[tuple[int, str], int] = {}
         for (_, _, dtype, device, value), members in self._alike(params).items():
             vector = torch.full((len(members),), value, dtype=dtype, device=device)
@@ -37,6 +38,7 @@ class PackedCounts:
             self.vectors.append(vector)
             self._members.append(members)
             self._elements.append(list(vector))
+            self._devices.append([optimizer.state[p][key].device for p, key in members])
         self._link()
 
     def _alike(self, params: Sequence[nn.Parameter]) -> dict[tuple[Any, ...], list[tuple[nn.Parameter, str]]]:
@@ -72,7 +74,7 @@ class PackedCounts:
         state = self._optimizer.state
         values = []
         for members, vector in zip(self._members, self.vectors, strict=True):
-            now = [state[p].get(key) for p, key in members]
+            now = [state.get(p, {}).get(key) for p, key in members]
             if not all(isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype is vector.dtype for x in now):
                 return False
             numbers = {float(x) for x in now}
@@ -84,12 +86,27 @@ class PackedCounts:
         self._link()
         return True
 
+    def covers(self, params: Sequence[nn.Parameter]) -> bool:
+        """Whether it holds all that it would hold of these parameters if it was made now."""
+        if self.params != frozenset(map(id, params)):
+            return False
+        now = {(id(p), key) for members in self._alike(params).values() for p, key in members}
+        return now == self._class_of.keys()
+
+    def release(self) -> None:
+        """Gives each parameter a tensor of its own again, where that was."""
+        state = self._optimizer.state
+        for members, elements, devices in zip(self._members, self._elements, self._devices, strict=True):
+            for (p, key), element, device in zip(members, elements, devices, strict=True):
+                if state[p].get(key) is element:
+                    state[p][key] = element.detach().clone().to(device)
+
     def _intact(self) -> bool:
         if any(vector._version != version for vector, version in zip(self.vectors, self._versions, strict=True)):
             return False
         state = self._optimizer.state
         return all(
-            state[p].get(key) is element
+            state.get(p, {}).get(key) is element
             for members, elements in zip(self._members, self._elements, strict=True)
             for (p, key), element in zip(members, elements, strict=True)
         )
@@ -115,6 +132,10 @@ class SharedState:
         norm: Of all gradients in the last update, where it is computed.
         mark: If steps are to be recorded, what gives the context for each of their tasks.
         layers: The modules of the last recorded step, by number.
+        begun: Whether a graph has begun to run in this call: what fails before has changed nothing.
+        batch: The leaves of the batch of this call.
+        fillings: By position in the batch, what integers may be padded with; None where that is not known. None until a
+            graph was made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -126,13 +147,26 @@ class SharedState:
         self.norm: torch.Tensor | None = None
         self.mark: Mark | None = None
         self.layers: tuple[str, ...] = ()
+        self.begun = False
+        self.batch: Sequence[Any] = ()
+        self.fillings: dict[int, int | None] | None = None
 
     def counts(self, params: Sequence[nn.Parameter]) -> PackedCounts:
         """The packed counts of these parameters."""
         counts = self._counts
-        if counts is None or counts.params != frozenset(map(id, params)) or not counts.restore():
+        if counts is None or not counts.covers(params) or not counts.restore():
             counts = self._counts = PackedCounts(self._optimizer, params)
         return counts
+
+    def release_counts(self) -> None:
+        """Undoes what :meth:`counts` has done to the optimizer's state."""
+        if self._counts is not None:
+            self._counts.release()
+            self._counts = None
+
+    def has(self, counts: PackedCounts) -> bool:
+        """Whether these counts are those that are shared."""
+        return counts is self._counts
 
     def is_current(self, counts: PackedCounts) -> bool:
         """Whether these counts are the optimizer's; what others have changed is taken over."""

@@ -48,6 +48,20 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
     graph.recompile()
 
 
+def has_sizes_of_values(graph: GraphModule) -> bool:
+    """Whether a result's size depends on the values it is computed from, so that each step has sizes of its own."""
+    return any(torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+
+
+def draws_in_update(graph: GraphModule) -> bool:
+    """Whether an update draws random numbers, so that the order of updates can be seen."""
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        for node in graph.graph.nodes
+        if node.op == "call_function" and phase_of(node) == "update"
+    )
+
+
 def split_convolutions(graph: GraphModule) -> None:
     """Makes two operations of a convolution's backward: one for its input, and one for its weight and bias.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -16,21 +17,25 @@ from torch.optim import Optimizer
 
 from gradweave.announce import announce
 from gradweave.compat.eager import gradient_hooks
-from gradweave.compat.tracing import compile_lock
-from gradweave.errors import GradweaveError
+from gradweave.compat.tracing import TooManyVariantsError, compile_lock
+from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.buckets import same_objects
 from gradweave.fusion.stepping import mark_written
 from gradweave.schedule.costs import Costs
 from gradweave.whole_step.capture import Captured
 from gradweave.whole_step.lower import Compiled, Replay, Runnable
+from gradweave.whole_step.numbers import set_torch_numbers, torch_numbers, torch_numbers_kept
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
 from gradweave.whole_step.packing import SharedState
-from gradweave.whole_step.passes import split_convolutions
+from gradweave.whole_step.padding import fillings_of
+from gradweave.whole_step.passes import has_sizes_of_values, split_convolutions
 from gradweave.whole_step.recompute import is_checkpointed, with_recomputation
 from gradweave.whole_step.recording import run_marked
+from gradweave.whole_step.refusals import HookError, NoStateError, NotOneGraphError, RefusedError
 from gradweave.whole_step.regions import note_places, upper_layers
 from gradweave.whole_step.scalars import moved_slots
 from gradweave.whole_step.scaling import Scaling, scaler_inputs
+from gradweave.whole_step.sharing import Sharing, contents_of, groups_of
 from gradweave.whole_step.tasks import StepTasks, tasks_of
 from gradweave.whole_step.trace import Clipping, Objective, Recipe, TracedStep, trace_step
 
@@ -82,12 +87,19 @@ class _Purpose:
 
 @dataclass(frozen=True)
 class _Made:
-    """A step that can be taken, and what it was made for."""
+    """A step that can be taken, and what it was made for.
+
+    Attributes:
+        own: Which inputs are the model's parameters and buffers.
+        memory: Which of these share memory.
+    """
 
     purpose: _Purpose
     model: nn.Module
     traced: TracedStep
     runnable: Runnable
+    own: tuple[int, ...]
+    memory: Sharing
 
     @cached_property
     def tasks(self) -> StepTasks:
@@ -97,6 +109,9 @@ class _Made:
 
 _MOST_KEPT = 16
 """Steps that a program keeps; each time the optimizer's settings change, there is one more."""
+
+_MOST_MADE = 4 * _MOST_KEPT
+"""Steps that it makes: what changes so often is not worth more graphs."""
 
 
 class Program:
@@ -121,6 +136,8 @@ class Program:
         self._loss_output = _find_loss(forward)
         self._outputs = len(_outputs(forward))
         self._made: list[_Made] = []
+        self._times_made = 0
+        self._proven: set[int] = set()
 
     def close(self) -> None:
         """Lets go of everything: Dynamo keeps a program for good."""
@@ -133,8 +150,10 @@ class Program:
         own = set(map(id, every))
         trainable = tuple(index for index, x in enumerate(inputs) if id(x) in own and x.requires_grad)
         if not trainable:
-            raise GradweaveError("the loss depends on no parameter of the optimizer that requires a gradient")
+            raise RefusedError("the loss depends on no parameter of the optimizer that requires a gradient")
         params = [inputs[index] for index in trainable]
+        if shared.fillings is None:
+            shared.fillings = fillings_of(self._forward, inputs, shared.batch)
         _refuse_hooks(params)
         known = set(map(id, params))
         strays = any(p.grad is not None and id(p) not in known for p in every)
@@ -145,14 +164,15 @@ class Program:
         purpose = _Purpose(trainable, summed, update, Scaling.of(scaler) if scaler else None, lower)
         sums = shared.sums_for([params[index] for index in summed])
         with torch.no_grad():
-            made = self._find(purpose, params)
+            made = self._find(purpose, params, inputs)
             if made is None:
-                with compile_lock():
+                with compile_lock(), torch_numbers_kept(params[0].device):
                     made = self._make(purpose, inputs, sums)
             given = [*inputs, *sums, *scaler_inputs(scaler)]
             if shared.mark is None:
-                outputs = made.runnable.run(given)
+                made, outputs = self._taken(made, given, inputs, sums)
             else:
+                shared.begun = True
                 outputs = run_marked(made.traced, given, made.tasks.places, shared.mark)
                 mark_written(params)
                 shared.layers = made.tasks.layers
@@ -164,59 +184,130 @@ class Program:
         shared.norm = outputs.pop() if len(outputs) > self._outputs else None
         return outputs
 
-    def _find(self, purpose: _Purpose, params: Sequence[nn.Parameter]) -> _Made | None:
+    def _taken(
+        self, made: _Made, given: Sequence[Any], inputs: Sequence[Any], sums: Sequence[torch.Tensor]
+    ) -> tuple[_Made, list[Any]]:
+        """Takes a step. One that fails the first time, and has changed nothing yet, is lowered in the other way."""
+        if id(made) in self._proven:
+            self._shared.begun = True
+            return made, made.runnable.run(given)
+        tensors = [x for x in (*given, *made.traced.optimizer.state()) if isinstance(x, torch.Tensor)]
+        before = contents_of(tensors)
+        device = made.traced.optimizer.params[0].device
+        numbers = torch_numbers(device)
+        try:
+            outputs = made.runnable.run(given)
+        except torch.OutOfMemoryError:
+            self._shared.begun = True
+            raise
+        except Exception as error:  # torch's kernels raise whatever they are
+            if contents_of(tensors) != before:
+                self._shared.begun = True
+                raise
+            set_torch_numbers(device, numbers)
+            self._made.remove(made)
+            if isinstance(made.runnable, Replay):
+                raise NotOneGraphError(f"its graph fails: {type(error).__name__}: {error}") from error
+            with compile_lock(), torch_numbers_kept(device):
+                made = self._made_instead(made.purpose, inputs, sums, error)
+            return self._taken(made, given, inputs, sums)
+        self._shared.begun = True
+        if not has_sizes_of_values(made.traced.graph):
+            self._proven.add(id(made))
+        return made, outputs
+
+    def _find(self, purpose: _Purpose, params: Sequence[nn.Parameter], inputs: Sequence[Any]) -> _Made | None:
         """A step that was made for this purpose and for the optimizer as it is now."""
         for made in self._made:
             optimizer = made.traced.optimizer
             fits = made.purpose == purpose and same_objects(params, optimizer.params) and optimizer.fits()
+            fits = fits and made.memory.same([inputs[index] for index in made.own])
             if fits and made.traced.holds(optimizer.numbers()) and made.runnable.valid():
                 return made
         return None
 
     def _make(self, purpose: _Purpose, inputs: Sequence[Any], sums: Sequence[torch.Tensor]) -> _Made:
-        options, trainable = self._options, purpose.trainable
+        options = self._options
+        if self._times_made == _MOST_MADE:
+            raise TooManyVariantsError("the optimizer's settings or attributes change too often")
+        self._times_made += 1
         began = time.perf_counter()
         options.report("tracing the step")
+        try:
+            return self._kept(purpose, inputs, *self._made_as(purpose, inputs, sums, purpose.lower), began)
+        except (ArgumentError, RefusedError, NoStateError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # Inductor raises whatever its code runs into
+            if purpose.lower == "replay":
+                raise
+            return self._made_instead(purpose, inputs, sums, error)
+
+    def _made_instead(
+        self, purpose: _Purpose, inputs: Sequence[Any], sums: Sequence[torch.Tensor], error: Exception
+    ) -> _Made:
+        """A step that Inductor cannot make, or whose kernels fail, operation by operation."""
+        began = time.perf_counter()
+        self._shared.release_counts()
+        made = self._kept(purpose, inputs, *self._made_as(purpose, inputs, sums, "replay"), began)
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        announce(
+            f'compile: Inductor cannot compile this step, it runs as with lower="replay": {why}', level=logging.WARNING
+        )
+        return made
+
+    def _kept(
+        self, purpose: _Purpose, inputs: Sequence[Any], traced: TracedStep, runnable: Runnable, began: float
+    ) -> _Made:
+        models = {id(x) for x in (*self._model.parameters(), *self._model.buffers())}
+        own = tuple(index for index, x in enumerate(inputs) if id(x) in models)
+        memory = Sharing([inputs[index] for index in own])
+        made = _Made(purpose, self._model, traced, runnable, own, memory)
+        kept = [one for one in self._made if one.runnable.lasting()]
+        self._made = [*kept[1 - _MOST_KEPT :], made]
+        self._proven &= set(map(id, self._made[:-1]))
+        self._options.report(f"ready after {time.perf_counter() - began:.1f} s")
+        return made
+
+    def _made_as(
+        self, purpose: _Purpose, inputs: Sequence[Any], sums: Sequence[torch.Tensor], lower: str
+    ) -> tuple[TracedStep, Runnable]:
+        options, trainable = self._options, purpose.trainable
         optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
         scale = scaler_inputs(options.scaler)
         recipe = Recipe(options.clipping, sums, purpose.summed, purpose.update, purpose.scaling, scale)
+        exact = lower == "replay"
 
         def lowered(forward: Callable[..., Any]) -> tuple[TracedStep, Runnable]:
             objective = Objective(forward, inputs, trainable, self._loss_output)
-            exact = purpose.lower == "replay"
             return self._lowered(objective, optimizer, recipe, [*inputs, *sums, *scale], exact=exact)
 
-        made = _Made(purpose, self._model, *self._with_recomputation(purpose, inputs, lowered))
-        kept = [one for one in self._made if one.traced.optimizer.fits()]
-        self._made = [*kept[1 - _MOST_KEPT :], made]
-        options.report(f"ready after {time.perf_counter() - began:.1f} s")
-        return made
+        return self._with_recomputation(purpose, inputs, lowered, exact=exact)
 
     def _with_recomputation(
         self,
         purpose: _Purpose,
         inputs: Sequence[Any],
         lowered: Callable[[Callable[..., Any]], tuple[TracedStep, Runnable]],
+        *,
+        exact: bool,
     ) -> tuple[TracedStep, Runnable]:
         """Lowers the step with a backward that computes activations anew, or without where torch cannot do it."""
         recorded = purpose.lower != self._options.lower
         budget = None if recorded else self._options.memory_budget
         try:
             return lowered(
-                with_recomputation(
-                    self._forward, inputs, purpose.trainable, self._loss_output, budget, exact=purpose.lower == "replay"
-                )
+                with_recomputation(self._forward, inputs, purpose.trainable, self._loss_output, budget, exact=exact)
             )
         except (GradweaveError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # torch's partitioner raises whatever it runs into
             if budget is not None:
-                raise GradweaveError(
+                raise RefusedError(
                     f"memory_budget={budget}: torch cannot compute the activations of this model anew, "
                     f"give None or 1, or use torch.utils.checkpoint: {error}"
                 ) from error
             if is_checkpointed(self._forward):
-                raise GradweaveError(
+                raise NotOneGraphError(
                     "what torch.utils.checkpoint marks cannot be compiled, maybe because of random numbers in it; use "
                     f'lower="replay", or memory_budget instead of it: {error}'
                 ) from error
@@ -229,7 +320,8 @@ class Program:
         options = self._options
         if exact:
             traced = trace_step(objective, optimizer, recipe)
-            return traced, Replay(traced)
+            written = [*inputs, *(x for x in optimizer.state() if x.dim() > 0)]
+            return traced, Replay(traced, in_order=_share_memory(written, self._shared.batch))
         counts = self._shared.counts(optimizer.params)
         optimizer = OptimizerInputs(self._optimizer, optimizer.params)
         if recipe.update and recipe.scaling:
@@ -260,13 +352,17 @@ class Program:
         return [index for index, x in enumerate(inputs) if id(x) in own or index in changed]
 
 
+def _share_memory(inputs: Sequence[Any], batch: Sequence[Any]) -> bool:
+    """Whether weights, buffers or state share memory; tensors of a batch may, among themselves."""
+    passing = set(map(id, batch))
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    return any(any(id(tensors[index]) not in passing for index, _ in group) for group in groups_of(tensors))
+
+
 def _refuse_hooks(params: Sequence[nn.Parameter]) -> None:
     for p in params:
         if gradient_hooks(p):
-            raise GradweaveError(
-                f"a parameter of shape {tuple(p.shape)} has a gradient hook, which a graph would leave out; remove it, "
-                "or train with fuse()"
-            )
+            raise HookError(f"a parameter of shape {tuple(p.shape)} has a gradient hook; remove it")
 
 
 def _outputs(forward: GraphModule) -> Sequence[Any]:
@@ -279,4 +375,4 @@ def _find_loss(forward: GraphModule) -> int:
     for index, node in enumerate(_outputs(forward)):
         if (node.meta.get("custom") or {}).get("gradweave") == "loss":
             return index
-    raise GradweaveError("loss_fn returned something that does not depend on the model; return the loss first")
+    raise RefusedError("loss_fn returned something that does not depend on the model; return the loss first")

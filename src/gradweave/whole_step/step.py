@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -14,24 +15,30 @@ from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradweave.announce import announce, report
-from gradweave.compat.distributed import is_distributed_tensor
-from gradweave.compat.eager import flat_leaves, map_nested, mark_stepped, step_pre_hooks
-from gradweave.compat.tracing import DynamoError, TooManyVariantsError, dynamo_compile
+from gradweave.compat.eager import (
+    flat_leaves,
+    hooks_of_all,
+    map_nested,
+    mark_stepped,
+    saved_tensors_are_hooked,
+    step_pre_hooks,
+)
+from gradweave.compat.tracing import dynamo_compile
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.fusion.attach import is_fused
-from gradweave.marks import check_is_module, is_in_daso, is_in_data_parallel, mark_compiled
+from gradweave.marks import mark_compiled
+from gradweave.optimizers import without_wrapper
 from gradweave.schedule.costs import Costs
-from gradweave.split.attach import is_reordered
-from gradweave.whole_step.optimizer_inputs import NoStateError
+from gradweave.whole_step.checks import check_loss_fn, check_options, check_step
+from gradweave.whole_step.eager_steps import EagerSteps, reason_of
 from gradweave.whole_step.packing import SharedState
+from gradweave.whole_step.padding import padded
 from gradweave.whole_step.program import LOSS_MARK, Program, StepOptions
 from gradweave.whole_step.recording import Mark
+from gradweave.whole_step.refusals import HookError, NoStateError, NotOneGraphError, RefusedError
 from gradweave.whole_step.trace import Clipping
 
-LOWERINGS = ("inductor", "replay")
-NEW_SHAPES = ("compile", "pad", "eager")
-PADDING = -100
-"""What integers are padded with: cross entropy leaves such targets out."""
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a step is called with: arguments, and those with names."""
 
 
 def compile(
@@ -63,10 +70,11 @@ def compile(
     runs eagerly and creates the optimizer's state.
 
     Args:
-        model: Any model that ``torch.compile(fullgraph=True)`` takes.
+        model: Any model; what ``torch.compile(fullgraph=True)`` does not take runs eagerly.
         loss_fn: Called as ``loss_fn(model, *batch)``; returns the loss, or a tuple of the loss and
             anything else that the step is to return with it.
-        optimizer: Whose step is tensor code, as that of nearly all of ``torch.optim`` is.
+        optimizer: Whose step is tensor code, as that of nearly all of ``torch.optim`` is; what cannot be traced
+            runs eagerly.
         max_grad_norm: Clip gradients to this common norm; :attr:`Step.grad_norm` has what it was.
         max_grad_value: Clip each element of a gradient to this value.
         scaler: Scales the loss and leaves updates out whose gradients are not finite, inside the
@@ -81,29 +89,27 @@ def compile(
             ``"replay"`` runs the traced operations as they are, bit for bit the eager step.
         new_shapes: What a batch of another shape means, such as a short last one: ``"compile"``
             makes one more graph, ``"eager"`` runs that step without one, ``"pad"`` fills it up to
-            the first shape, floats with 0 and integers with -100, the targets that
-            ``cross_entropy`` leaves out.
-        variants: How many graphs to keep, for shapes of batches and modes of the model.
+            the first shape, floats with 0 and targets of ``cross_entropy`` with what that leaves out;
+            a batch with other integers, such as token ids, runs eagerly.
+        variants: How many graphs to keep, for shapes of batches and modes of the model; what needs one more
+            runs eagerly.
 
     Returns:
         The step, to be called with a batch.
     """
-    if lower not in LOWERINGS:
-        raise ArgumentError("lower", lower, f"use one of {', '.join(LOWERINGS)}")
-    if new_shapes not in NEW_SHAPES:
-        raise ArgumentError("new_shapes", new_shapes, f"use one of {', '.join(NEW_SHAPES)}")
-    if memory_budget is not None and not 0 <= memory_budget <= 1:
-        raise ArgumentError("memory_budget", memory_budget, "give a share from 0 to 1, or None")
-    if costs is not None and lower == "replay":
-        raise ArgumentError(
-            "costs", costs.name, 'lower="replay" has one stream; use lower="inductor", or leave them out'
-        )
-    if variants < 1:
-        raise ArgumentError("variants", variants, "give at least 1")
-    for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
-        if limit is not None and not limit > 0:
-            raise ArgumentError(name, limit, "give a positive number, or None")
+    check_options(
+        max_grad_norm=max_grad_norm,
+        max_grad_value=max_grad_value,
+        scaler=scaler,
+        memory_budget=memory_budget,
+        costs=costs,
+        lower=lower,
+        new_shapes=new_shapes,
+        variants=variants,
+    )
+    optimizer = without_wrapper(optimizer)
     check_step(model, optimizer)
+    check_loss_fn(loss_fn)
     clipping = Clipping(max_grad_norm, max_grad_value)
     if scaler is not None and not scaler.is_enabled():
         scaler = None
@@ -115,39 +121,6 @@ def compile(
         clipping, lower, scaler, memory_budget, costs, capture=True, report=lambda doing: report(f"compile: {doing}")
     )
     return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
-
-
-def check_step(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses what cannot be one graph, with the reason."""
-    check_is_module(model)
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
-    name = type(optimizer).__name__
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        raise ArgumentError("optimizer", name, "cannot be traced; use SGD, Adam, AdamW or another of torch.optim")
-    if optimizer.defaults.get("differentiable"):
-        raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
-    if is_in_daso(optimizer):
-        raise ArgumentError(
-            "optimizer", type(optimizer).__name__, "has a DASO, which a graph would run without; detach() that first"
-        )
-    if is_in_data_parallel(optimizer):
-        raise ArgumentError(
-            "optimizer",
-            type(optimizer).__name__,
-            "is in a DataParallel, which averages outside of a graph; detach() that",
-        )
-    if is_fused(model):
-        raise ArgumentError("model", type(model).__name__, "is fused; detach() that first, compile() does its work")
-    if is_reordered(model):
-        raise ArgumentError("model", type(model).__name__, "is reordered; detach() that first")
-    if step_pre_hooks(optimizer):
-        raise ArgumentError("optimizer", name, "has step hooks, which would not see gradients; remove them")
-    for module in model.modules():
-        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise ArgumentError("model", type(module).__name__, "is not supported; give the model it wraps")
-    if any(is_distributed_tensor(p) for p in model.parameters()):
-        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
 
 
 class Step:
@@ -173,46 +146,122 @@ class Step:
         self._variants = variants
         self._first_shapes: Any = None
         self._stepped: set[int] = set()
-        self._objective, forget = dynamo_compile(_objective(job), job.add_program, variants)
-        weakref.finalize(self, job.close, forget)
+        self._eager_steps = EagerSteps(variants)
+        self._eager_reason: str | None = None
+        self._known_step: Any = None
+        self._forwards = job.forwards
+        self._objective, self._forget = dynamo_compile(_objective(job), job.add_program, variants)
+        weakref.finalize(self, job.close, self._forget)
         mark_compiled(optimizer, self)
 
-    def __call__(self, *batch: Any) -> Any:
-        """Takes a step.
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """Takes a step, as one graph where that can be, and otherwise eagerly, with one warning.
+
+        Args:
+            batch: What ``loss_fn`` is called with after the model.
+            named: The same, by name.
 
         Returns:
             The loss, or the loss and what ``loss_fn`` returned with it; the tensors are the caller's.
         """
-        if step_pre_hooks(self.optimizer):
-            raise GradweaveError("the optimizer has step hooks, which would not see gradients; remove them")
         if not torch.is_grad_enabled():
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
-        batch = placed(batch, self.model)
+        given: Batch = placed((batch, named), self.model)
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        shapes = _shapes(batch)
+        leaves = flat_leaves(given)
+        shapes = _shapes(leaves)
+        if not self._stepped.issuperset(map(id, params)):
+            return self._first_step(given, params, shapes)
+        reason = self._in_the_way()
+        if reason is not None:
+            return self._without_graph(reason, given, params)
+        if self._new_shapes == "eager" and shapes != self._first_shapes:
+            announce(f"compile: a batch of shapes {shapes} runs eagerly")
+            return self._stock_step(given, params)
+        fillings = self._shared.fillings  # known of a graph, so the first one is made without padding
+        if self._new_shapes == "pad" and shapes != self._first_shapes and fillings is not None:
+            try:
+                given = padded(given, leaves, self._first_shapes, fillings)
+            except NotOneGraphError as error:
+                return self._without_graph(str(error), given, params)
+            announce(f"compile: a batch of shapes {shapes} is padded to {self._first_shapes}")
+            leaves, shapes = flat_leaves(given), self._first_shapes
+        return self._compiled_step(given, leaves, params, shapes)
+
+    def _first_step(self, given: Batch, params: Sequence[nn.Parameter], shapes: Any) -> Any:
+        """The step in which an optimizer makes the state of its parameters."""
+        if not self._stepped:
+            announce("compile: the first step runs eagerly; it creates the optimizer's state")
+        result = self._stock_step(given, params)
         if self._first_shapes is None:
             self._first_shapes = shapes
-        if not self._stepped.issuperset(map(id, params)):
-            return self._stock_step(batch, params)
-        if self._new_shapes != "compile" and shapes != self._first_shapes:
-            if self._new_shapes == "eager":
-                announce(f"compile: a batch of shapes {shapes} runs eagerly")
-                return self._stock_step(batch, params)
-            batch = self._padded(batch, shapes)
-        return self._compiled_step(batch, params)
+        return result
 
-    def _compiled_step(self, batch: Any, params: Sequence[nn.Parameter]) -> Any:
+    def _compiled_step(
+        self, given: Batch, leaves: Sequence[Any], params: Sequence[nn.Parameter], shapes: Sequence[Any]
+    ) -> Any:
+        kind = (shapes, self.model.training)
+        if self._shared.mark is None and self._eager_steps.is_due(kind):
+            return self._stock_step(given, params)
+        if any(kind_of.forward is not forward for kind_of, forward in self._forwards.items()):
+            self._forget()  # a class was patched, which Dynamo does not look for in torch's own
+            self._forwards.clear()
+        arguments, named = given
+        self._shared.begun, self._shared.batch = False, leaves
         try:
-            loss, more = self._objective(*batch)
+            loss, more = self._objective(*arguments, **named)
         except NoStateError:
-            return self._stock_step(batch, params)
-        except DynamoError as error:
-            raise GradweaveError(self._explain(error)) from error
+            return self._stock_step(given, params)
+        except (ArgumentError, RefusedError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever torch's compilers raise
+            if self._shared.begun:
+                raise
+            if self._shared.mark is not None:
+                raise GradweaveError(
+                    f"a step that is recorded must be a graph: {reason_of(error, self._variants)}"
+                ) from error
+            if not isinstance(error, HookError):
+                self._eager_steps.failed(kind)
+            return self._without_graph(reason_of(error, self._variants), given, params)
+        finally:
+            self._shared.batch = ()
+        if not self._shared.begun:  # Dynamo is switched off
+            return self._from_loss(loss, more, params)
+        self._eager_steps.worked(kind)
+        self._eager_reason = None
         if self._shared.finish_eagerly:
             self._stock_update(params)
         elif self._shared.update:
             mark_stepped(self.optimizer)
         return loss if more is None else (loss, more)
+
+    def _without_graph(self, reason: str, given: Batch, params: Sequence[nn.Parameter]) -> Any:
+        """Takes a step eagerly and tells the user why, unless it fails by itself."""
+        result = self._stock_step(given, params)
+        self._eager_steps.warn(reason)
+        self._eager_reason = reason
+        return result
+
+    def _in_the_way(self) -> str | None:
+        """What is to be called in a step, or to see it, and would not be by a graph; None if there is nothing."""
+        if step_pre_hooks(self.optimizer):
+            return "the optimizer has step hooks, which see gradients"
+        if hooks_of_all():
+            return "there are hooks on all modules, or on all optimizers"
+        if saved_tensors_are_hooked():
+            return "there are hooks on what autograd saves"
+        step = vars(self.optimizer).get("step")
+        if step is not None and step is not self._known_step:
+            if unwrap(step) is not unwrap(type(self.optimizer).step):
+                return "the optimizer's step() was replaced"
+            self._known_step = step
+        return None
+
+    @property
+    def eager_reason(self) -> str | None:
+        """Why the last step that could be no graph could be none; None if a graph was run since."""
+        return self._eager_reason
 
     def __deepcopy__(self, _: Any) -> Step:
         raise GradweaveError("a compiled step cannot be copied; copy the model and the optimizer, and compile() them")
@@ -251,32 +300,23 @@ class Step:
             raise GradweaveError("no norm was computed: give max_grad_norm to compile(), and take a step")
         return self._shared.norm
 
-    def _padded(self, batch: Any, shapes: Sequence[Any]) -> Any:
-        announce(f"compile: a batch of shapes {shapes} is padded to {self._first_shapes}")
-        wanted = iter(self._first_shapes)
+    def _stock_step(self, given: Batch, params: Sequence[nn.Parameter]) -> Any:
+        """The eager step."""
+        arguments, named = given
+        return self._from_loss(*self._eager(*arguments, **named), params)
 
-        def pad(value: Any) -> Any:
-            shape = next(wanted)
-            if not isinstance(value, torch.Tensor) or value.shape == shape:
-                return value
-            if value.dim() != len(shape) or any(has > want for has, want in zip(value.shape, shape, strict=True)):
-                raise ArgumentError("batch", tuple(value.shape), f'new_shapes="pad" cannot make {tuple(shape)} of it')
-            fill = PADDING if value.dtype in (torch.int32, torch.int64) else 0
-            filled = value.new_full(shape, fill)
-            filled[tuple(slice(size) for size in value.shape)] = value
-            return filled
-
-        if len(shapes) != len(self._first_shapes):
-            raise ArgumentError("batch", shapes, 'new_shapes="pad" needs batches of one structure')
-        return map_nested(pad, batch)
-
-    def _stock_step(self, batch: Any, params: Sequence[nn.Parameter]) -> Any:
-        """The eager step, which creates the optimizer's state."""
-        if not self._stepped:
-            announce("compile: the first step runs eagerly; it creates the optimizer's state")
+    def _from_loss(self, loss: torch.Tensor, more: Any, params: Sequence[nn.Parameter]) -> Any:
+        """What the eager step does after the forward; what the optimizer does not have gets no gradient."""
         scaler = self._options.scaler
-        loss, more = self._eager(*batch)
-        (loss if scaler is None else scaler.scale(loss)).backward(inputs=list(params))
+        own = set(map(id, params))
+        others = {p: p.grad for p in self.model.parameters() if p.requires_grad and id(p) not in own}
+        for p in others:
+            p.grad = None
+        try:
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        finally:
+            for p, grad in others.items():
+                p.grad = grad
         detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, more)
         result = loss.detach() if more is None else (loss.detach(), detached)
         if self._shared.update:
@@ -304,21 +344,9 @@ class Step:
             stepped.remove()
         self.optimizer.zero_grad()
 
-    def _explain(self, error: Exception) -> str:
-        if isinstance(error, TooManyVariantsError):
-            return (
-                f"variants={self._variants}: no more graphs are kept, and this batch or this state of the model needs "
-                'another one; for shapes give a larger variants, or new_shapes="pad" or "eager"; a Python number that '
-                "changes from step to step, in the batch, the model or a closure, must be a tensor"
-            )
-        return (
-            "loss_fn cannot be made one graph: take data-dependent Python and .item() out of it, or train with fuse(); "
-            f"or it failed by itself: {error}"
-        )
 
-
-def _shapes(batch: Any) -> tuple[Any, ...]:
-    return tuple(value.shape if isinstance(value, torch.Tensor) else None for value in flat_leaves(batch))
+def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(value.shape if isinstance(value, torch.Tensor) else None for value in leaves)
 
 
 def placed(batch: Any, model: nn.Module) -> Any:
@@ -352,9 +380,11 @@ class _Job:
         self.shared = shared
         self.options = options
         self.programs: list[Program] = []
+        self.forwards: dict[type[nn.Module], Any] = {}
 
     def add_program(self, forward: GraphModule, _: Any) -> Callable[..., list[Any]]:
         """The backend that Dynamo calls."""
+        self.forwards.update({type(module): type(module).forward for module in self.model.modules()})
         program = Program(forward, self.model, self.optimizer, self.shared, self.options)
         self.programs.append(program)
         return program.run
@@ -370,8 +400,8 @@ class _Job:
 def _objective(job: _Job) -> Callable[..., tuple[torch.Tensor, Any]]:
     """The function that is captured; the operation that gives the loss is marked."""
 
-    def objective(*batch: Any) -> tuple[torch.Tensor, Any]:
-        loss, more = loss_and_more(job.loss_fn(job.model, *batch))
+    def objective(*batch: Any, **named: Any) -> tuple[torch.Tensor, Any]:
+        loss, more = loss_and_more(job.loss_fn(job.model, *batch, **named))
         with torch.fx.traceback.annotate(LOSS_MARK):
             loss = loss.view(())
         return loss, more
@@ -383,5 +413,5 @@ def loss_and_more(result: Any) -> tuple[torch.Tensor, Any]:
     """What ``loss_fn`` returned: the loss, and what came with it."""
     loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise GradweaveError("loss_fn must return a loss of one element, or a tuple of it and anything else")
+        raise RefusedError("loss_fn must return a loss of one element, or a tuple of it and anything else")
     return loss, more

@@ -19,6 +19,7 @@ from gradweave.compat.eager import memory_of
 from gradweave.compat.tracing import (
     DataDependentError,
     as_if_compiling,
+    as_it_was,
     fake_mode,
     fake_of,
     float_symbol,
@@ -26,8 +27,9 @@ from gradweave.compat.tracing import (
     names_of,
     trace_to_graph,
 )
-from gradweave.errors import GradweaveError
+from gradweave.whole_step.numbers import refusing_drawn_numbers
 from gradweave.whole_step.optimizer_inputs import OptimizerInputs
+from gradweave.whole_step.refusals import NotOneGraphError
 from gradweave.whole_step.scaling import Scaling, keep_if_found
 
 _PHASE = "gradweave_phase"
@@ -168,9 +170,9 @@ def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe)
         return _trace(objective, optimizer, recipe, capturable=True)
     except DataDependentError as error:
         name = type(optimizer.optimizer).__name__
-        raise GradweaveError(
+        raise NotOneGraphError(
             f"optimizer={name}: its step branches on a value that is known only when it runs ({_first_line(error)}); "
-            "use another optimizer, or fuse() with the loop of your own"
+            "use another optimizer"
         ) from error
 
 
@@ -210,14 +212,20 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
             recipe.scaling.advance(scale[0], scale[1], found)
         return [*outputs, *(extra for extra in (norm, found) if extra is not None)]
 
-    with mode, as_if_compiling(capturable):
+    with as_it_was(), refusing_drawn_numbers(), mode, as_if_compiling(capturable):
         graph = trace_to_graph(step)(
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
     if any(root(argument).op == "get_attr" for node in graph.graph.nodes for argument in changed_by(node)):
-        raise GradweaveError(
+        raise NotOneGraphError(
             "the step changes a tensor in place that is neither a weight, a buffer, a batch nor the optimizer's state; "
             "register it as a buffer of the model"
+        )
+    if recipe.update and with_gradient and not _changes_a_weight(graph, objective.trainable):
+        name = type(optimizer.optimizer).__name__
+        raise NotOneGraphError(
+            f"optimizer={name}: its step, traced on stand-ins of the weights, changes none of them, as one does that "
+            "leaves the update to another optimizer; give that one"
         )
     can_skip = recipe.update and recipe.scaling is not None
     own = {position: index for index, position in enumerate(objective.trainable)}
@@ -229,6 +237,13 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
         *(None for _ in symbols),
     )
     return TracedStep(graph, optimizer, len(inputs), owners, frozenset(with_gradient), can_skip, guards_of(mode, names))
+
+
+def _changes_a_weight(graph: GraphModule, trainable: Sequence[int]) -> bool:
+    nodes = list(graph.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    weights = {placeholders[index] for index in trainable}
+    return any(root(argument) in weights for node in nodes for argument in changed_by(node))
 
 
 def _differentiate(
@@ -255,9 +270,11 @@ def _of_their_own(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor |
     seen: set[int] = set()
     own: list[torch.Tensor | None] = []
     for p, grad in zip(params, grads, strict=True):
-        if grad is None or grad.layout is not torch.strided:
+        if grad is None:
             own.append(grad)
             continue
+        if grad.layout is not torch.strided:
+            raise NotOneGraphError(f"a parameter of shape {tuple(p.shape)} has a gradient of layout {grad.layout}")
         memory = memory_of(grad)
         is_own = memory not in seen and grad.stride() == p.stride()
         own.append(grad if is_own else torch.empty_like(p).copy_(grad))
