@@ -38,6 +38,7 @@ from gradweave.split.crossing import Crossing, Weights
 from gradweave.split.following import Following
 from gradweave.split.placement import Planned, crossing_in, turns_of
 from gradweave.split.queue import Place, Recorder, WeightGradientQueue
+from gradweave.split.shared import SharedTaps
 from gradweave.split.streams import Beside, InLine
 
 POLICIES = ("auto", "side_stream", "joint", "cross_step")
@@ -229,6 +230,7 @@ class Reordering:
         why: str = "",
     ) -> None:
         self._queue = WeightGradientQueue(place or InLine(), byte_budget)
+        self._taps = SharedTaps(self._queue)
         in_graph = partial(is_deferred_in_graph, model)
         self._crossing = Crossing(self._queue, crossing, in_graph) if crossing else None
         self._find_fusions = partial(updated_in_backward, model) if not crossing else dict
@@ -309,7 +311,7 @@ class Reordering:
             if self._following is not None:
                 self._following.begin_forward({number: weights[number] for number in followed})
             if torch.is_grad_enabled():  # torch's fast ways of evaluating are not taken where anybody looks on
-                calls = SplitCalls(self._queue, weights, followed)
+                calls = SplitCalls(self._queue, weights, followed, self._taps)
                 stack.enter_context(calls)
                 self._open.add(calls)
         self._own.forwards.append((depth, calls, stack))

@@ -11,12 +11,13 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from gradweave.split.queue import Gradients, Task
+from gradweave.split.shared import Call
 from gradweave.split.taps import Pending, Tap
 
 aten = torch.ops.aten
 
 
-def split_linear(x: torch.Tensor, tap: Tap) -> torch.Tensor:
+def split_linear(x: torch.Tensor, tap: Tap | Call) -> torch.Tensor:
     """As ``functional.linear``, in the input's precision, the weight gradient left in the tap."""
     weight, bias = tap.used_as(x.dtype)
     shape = x.shape
@@ -30,7 +31,7 @@ def split_linear(x: torch.Tensor, tap: Tap) -> torch.Tensor:
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, pending: Pending | Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.pending = pending
         ctx.packed = _is_packed(weight.t())
@@ -53,7 +54,7 @@ class _Linear(Function):
         return None, of_x, None, None
 
 
-def _own(x: torch.Tensor, pending: Pending) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def _own(x: torch.Tensor, pending: Pending | Call) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """An input without the graph behind it; once more if the forward has computed it and its task may outlive that.
 
     A batch, which the loop may fill again, is not one of these.
@@ -106,7 +107,7 @@ class Geometry:
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
 
-def split_convolution(x: torch.Tensor, tap: Tap, geometry: Geometry) -> torch.Tensor:
+def split_convolution(x: torch.Tensor, tap: Tap | Call, geometry: Geometry) -> torch.Tensor:
     """As ``aten::convolution``, in the input's precision, the weight gradient left in the tap."""
     weight, bias = tap.used_as(x.dtype)
     result: torch.Tensor = _Convolution.apply(tap.pending, geometry, x, weight, bias)  # type: ignore[no-untyped-call]
@@ -116,7 +117,7 @@ def split_convolution(x: torch.Tensor, tap: Tap, geometry: Geometry) -> torch.Te
 class _Convolution(Function):
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending, geometry: Geometry, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, pending: Pending | Call, geometry: Geometry, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.pending = pending
         ctx.geometry = geometry
