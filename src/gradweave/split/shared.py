@@ -1,4 +1,4 @@
-"""Taps of a model's own layers: made once for all forwards, so that gradients are summed up in stock order.
+"""Taps of a model's own layers, shared by forwards that may have one backward: gradients are summed up in stock order.
 
 Autograd adds up the gradients of a weight in the order in which backward comes to its uses; where autocast has
 cast the weight once for several uses, it adds those up in low precision first. A tap that all uses share knows that order.
@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch.autograd import Function
@@ -274,7 +274,9 @@ class _Whole(Function):
 
 
 class SharedTaps:
-    """The taps of a model's layers, made anew where a parameter was replaced, moved or frozen.
+    """The taps of a model's layers: of one forward, and of those that come while its graph is there.
+
+    They are made anew where a parameter was replaced, moved or frozen.
 
     Args:
         queue: Where weight gradients are left.
@@ -284,7 +286,7 @@ class SharedTaps:
         self.casts = Casts()
         self._queue = queue
         self._lock = threading.Lock()
-        self._taps: dict[tuple[int, ...], SharedTap] = {}
+        self._taps: WeakValueDictionary[tuple[int, ...], SharedTap] = WeakValueDictionary()
         self._stream: int | None = None
 
     def of(self, layers: Layers) -> dict[int, SharedTap]:
@@ -296,9 +298,10 @@ class SharedTaps:
             for layer, params in groups:
                 key = tuple(id(p) for p in params)
                 known = self._taps.get(key)
-                taps[key] = known if known is not None and known.is_of(params) else self._made(layer, params)
-            self._taps = taps
-            return {one: tap for key, tap in taps.items() for one in key}
+                if known is None or not known.is_of(params):
+                    known = self._taps[key] = self._made(layer, params)
+                taps.update(dict.fromkeys(key, known))
+            return taps
 
     def _made(self, layer: int, params: tuple[torch.Tensor, ...]) -> SharedTap:
         return SharedTap(layer, params, self._queue, self.casts)
@@ -308,7 +311,8 @@ class SharedTaps:
         if groups:
             stream = stream_teller(groups[0][1][0].device)()
             if stream != self._stream:
-                self._stream, self._taps = stream, {}
+                self._stream = stream
+                self._taps.clear()
 
 
 def _groups(layers: Layers) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
