@@ -45,6 +45,11 @@ class Technique:
     splits: bool = False
     faster: bool = True
 
+    def is_refusal(self, error):
+        """Whether an error says on purpose that a loop cannot be served; autograd says it of weights that are used again."""
+        in_place = self.updates_in_backward and "modified by an inplace operation" in str(error)
+        return isinstance(error, GradweaveError) or in_place
+
     def promised(self, operations):
         """The operations of a loop without those that the documentation leaves out."""
         kept, begun = [], False
@@ -188,9 +193,11 @@ def _compare(loop, stock, technique):
     for number, operation in enumerate(stock.operations):
         try:
             seen = _seen_of(run, operation)
-        except GradweaveError as error:
+        except Exception as error:
             if not technique.may_refuse:
-                raise DifferentError(f"{operation}, number {number}, is refused: {error}") from error
+                raise DifferentError(f"{operation}, number {number}: {type(error).__name__}: {error}") from error
+            if not technique.is_refusal(error):
+                raise
             _check_refusal(run, stock, number, technique)
             return "refused late"
         begun = technique.leaves_begun(operation, begun)
@@ -233,7 +240,9 @@ def _check_refusal(run, stock, number, technique):
         _train_on(model, optimizer)
         trained.append((model.state_dict(), optimizer.state_dict()))
     if not same(*trained):
-        raise DifferentError(f"refused at {stock.operations[number]}, number {number}, and detached, it trains on otherwise")
+        raise DifferentError(
+            f"refused at {stock.operations[number]}, number {number}, and detached, it trains on otherwise"
+        )
 
 
 def _train_on(model, optimizer):
@@ -277,5 +286,7 @@ def difference(one, other, where=""):
         pairs = enumerate(zip(one, other, strict=True))
         return next(difference(a, b, f"{where}[{n}]") for n, (a, b) in pairs if not same(a, b))
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape:
-        return f"{where} differs by {(one.double() - other.double()).abs().max().item():.3g} ({one.dtype}, {other.dtype})"
+        return (
+            f"{where} differs by {(one.double() - other.double()).abs().max().item():.3g} ({one.dtype}, {other.dtype})"
+        )
     return f"{where} {one} instead of {other}"

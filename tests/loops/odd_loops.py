@@ -67,7 +67,9 @@ class Run:
         if kind == "fails":
             self.model.fails_in = "forward"
         try:
-            with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in kind, cache_enabled="no cache" not in kind):
+            with torch.autocast(
+                "cpu", torch.bfloat16, enabled="autocast" in kind, cache_enabled="no cache" not in kind
+            ):
                 out = self.model(x)
                 if "twice" in kind:
                     out = out + self.model(x.flip(0))

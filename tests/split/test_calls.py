@@ -137,9 +137,7 @@ class Attends(nn.Module):
 def test_attention(what, autocast, delayed, budget, monkeypatch):
     model, left = Attends(what), []
     for kind in (Pending, Call):
-        monkeypatch.setattr(
-            kind, "leave", lambda self, task, leave=kind.leave: (left.append(self), leave(self, task))
-        )
+        monkeypatch.setattr(kind, "leave", lambda self, task, leave=kind.leave: (left.append(self), leave(self, task)))
     check(model, torch.randn(2, 5, 8), autocast=autocast, delayed=delayed, budget=budget)
     projections = {"to itself": 2, "of other widths": 1 if autocast else 4}.get(what, 3)
     assert len(left) == projections

@@ -101,9 +101,8 @@ def _check_model(model: nn.Module, policy: str) -> torch.device:
         if isinstance(module, nn.DataParallel):
             raise ArgumentError("model", "DataParallel", "copies weights behind our back; use DistributedDataParallel")
         if is_compiled(module):
-            raise ArgumentError(
-                "model", "torch.compile", "runs layers where they cannot be split; give the plain model"
-            )
+            how = "torch.jit.script" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
+            raise ArgumentError("model", how, "runs layers where they cannot be split; give the plain model")
         if policy == "cross_step" and isinstance(module, nn.parallel.DistributedDataParallel):
             raise ArgumentError(
                 "policy", policy, 'DDP averages all gradients before backward() returns; use policy="joint"'
@@ -244,11 +243,19 @@ class Reordering:
         self._detached = False
         self._hooks: list[RemovableHandle] = []
         if place is not None:
-            before = model.register_forward_pre_hook(_Enter(self._enter), prepend=True)
-            self._hooks = [before, model.register_forward_hook(_Leave(self._leave), always_call=True)]
-            if self._following is not None:
-                wait = ModuleHook(lambda *_: self._following.wait())  # type: ignore[union-attr]
-                self._hooks.insert(0, model.register_load_state_dict_pre_hook(wait))
+            try:
+                self._attach(model)
+            except BaseException:
+                self.detach()
+                raise
+
+    def _attach(self, model: nn.Module) -> None:
+        """The hook behind a forward is the last."""
+        if self._following is not None:
+            wait = ModuleHook(lambda *_: self._following.wait())  # type: ignore[union-attr]
+            self._hooks.append(model.register_load_state_dict_pre_hook(wait))
+        self._hooks.append(model.register_forward_pre_hook(_Enter(self._enter), prepend=True))
+        self._hooks.append(model.register_forward_hook(_Leave(self._leave), always_call=True))
 
     def __enter__(self) -> Reordering:
         return self

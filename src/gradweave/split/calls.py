@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -32,6 +31,13 @@ _DIMENSIONS = {
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ATTENTION = functional.multi_head_attention_forward
 _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+_PREPARED = {
+    torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half, torch.Tensor.bfloat16,
+    torch.Tensor.t, torch.t, torch.Tensor.transpose, torch.transpose, torch.Tensor.view, torch.Tensor.reshape,
+    torch.Tensor.T.__get__, torch.Tensor.mT.__get__, torch.Tensor.mul, torch.mul, torch.Tensor.add, torch.add,
+    torch.Tensor.sub, torch.sub, torch.Tensor.div, torch.div, torch.Tensor.__mul__, torch.Tensor.__rmul__,
+}  # fmt: skip
+"""What a model may do with a weight before it uses it otherwise than the layer does; autocast leaves these alone."""
 
 
 def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -86,7 +92,7 @@ class SplitCalls(TorchFunctionMode):
     ) -> Any:
         """As torch calls it for every function of its own."""
         kwargs = kwargs or {}
-        if self.closed:
+        if self.closed or torch.compiler.is_compiling():
             made = None
         elif func is functional.linear:
             made = self._linear(*args, **kwargs)
@@ -97,6 +103,8 @@ class SplitCalls(TorchFunctionMode):
                 made = part_by_part(func)(*args, **kwargs)
         elif func is functional.embedding:
             made = self._embedding(*args, **kwargs)
+        elif func in _PREPARED and any(id(one) in self._shared for one in args):
+            return func(*map(self._whole, args), **kwargs)
         else:
             made = None
         return func(*args, **kwargs) if made is None else made
@@ -122,16 +130,25 @@ class SplitCalls(TorchFunctionMode):
         tap: Tap = kept[key][0]
         return tap
 
-    def _embedding(self, input: Any, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def _embedding(
+        self, input: Any, weight: Any, padding_idx: int | None = None, max_norm: float | None = None, *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:  # fmt: skip
         """Of a table that is a layer's weight too."""
         bring_up_to_date(weight)
         shared = self._shared.get(id(weight))
-        if shared is None or not shared.has(weight) or any((*args[1:], *kwargs.values())):
+        if shared is None or not shared.has(weight) or max_norm is not None or kwargs.get("sparse") or True in args[2:]:
             return None
         if not _can_be_split(weight, weight, None):
             return None
-        padding = args[0] if args else None
-        return shared.embed(partial(functional.embedding, padding_idx=padding), input, weight)
+        return functional.embedding(input, shared.whole(weight), padding_idx)
+
+    def _whole(self, given: Any) -> Any:
+        """What stands for a layer's weight or bias where another function than the layer's own uses it."""
+        shared = self._shared.get(id(given)) if type(given) in _PLAIN else None
+        if shared is None or not shared.has(given) or not _can_be_split(given, given, None):
+            return given
+        return shared.whole(given)
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
         bring_up_to_date(weight, bias)
@@ -145,7 +162,7 @@ class SplitCalls(TorchFunctionMode):
         bring_up_to_date(weight, bias)
         if geometry is None or not _can_be_split(input, weight, bias) or input.dim() != weight.dim():
             return None
-        return split_convolution(self._in_precision(input), self._tap(weight, bias), geometry)
+        return split_convolution(self._in_precision(input), self._tap(weight, bias), geometry, weight)
 
     def _in_precision(self, input: torch.Tensor) -> torch.Tensor:
         """An input as autocast has it used; a leaf is cast once for all calls, so that their gradients add up alike."""
@@ -218,7 +235,7 @@ def _can_be_split(input: Any, weight: Any, bias: Any) -> bool:
         return False
     if bias is not None and bias.dim() != 1:
         return False
-    if bias is not None and weight.is_leaf and not bias.is_leaf and _autocast_dtype(weight) is not weight.dtype:
-        return False  # as of an attention's weight, with another part of its bias in each call: autocast casts it once
+    if bias is not None and weight.is_leaf is not bias.is_leaf and _autocast_dtype(weight) is not weight.dtype:
+        return False  # as of an attention's weight, with another part of its bias in each call: autocast casts one once
     dtypes = {_autocast_dtype(tensor) for tensor in tensors}
     return weight.requires_grad and len(dtypes) == 1 and weight.is_floating_point()

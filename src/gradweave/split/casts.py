@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradweave.compat.eager import notes_of_node
+from gradweave.compat.eager import is_view, notes_of_node
 
 
 class Casts(threading.local):
@@ -36,4 +36,5 @@ def is_cast_once(tensor: torch.Tensor) -> bool:
         and tensor.requires_grad
         and tensor.dtype is torch.float32
         and torch.is_autocast_cache_enabled()
+        and not is_view(tensor)
     )

@@ -85,10 +85,10 @@ class SharedTap:
         cast.calls += 1
         return cast.low, cast
 
-    def embed(self, function: Callable[..., torch.Tensor], input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """What a function makes of a weight that is used as a table, too."""
-        call = Call(self, self._index[id(weight)], None)
-        result: torch.Tensor = function(input, _Whole.apply(call, self._stands_for[call.weight]))
+    def whole(self, param: torch.Tensor) -> torch.Tensor:
+        """A parameter for a use whose gradient is computed where autograd comes to it."""
+        call = Call(self, self._index[id(param)], None)
+        result: torch.Tensor = _Whole.apply(call, self._stands_for[call.weight])  # type: ignore[no-untyped-call]
         return result
 
 
@@ -175,7 +175,9 @@ class _SharedPending:
         backward = current_backward()
         call.tasks[backward] = left
         if backward not in self._calls:
-            for failed in [number for number, calls in list(self._calls.items()) if all(one() is None for one in calls)]:
+            for failed in [
+                number for number, calls in list(self._calls.items()) if all(one() is None for one in calls)
+            ]:
                 self._calls.pop(failed, None)
         self._calls.setdefault(backward, []).append(ref(call))
 
@@ -197,7 +199,9 @@ class _SharedPending:
             return None
         calls = [call for call, _ in arrived]
         tasks = [left for _, left in arrived if isinstance(left, Task)]
-        if len(tasks) < len(calls) or any(call.weight != 0 or (call.bias is None) != (len(self._params) == 1) for call in calls):
+        if len(tasks) < len(calls) or any(
+            call.weight != 0 or (call.bias is None) != (len(self._params) == 1) for call in calls
+        ):
             return None
         if not _is_same(call.casts() for call in calls):
             return None
