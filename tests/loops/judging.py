@@ -17,7 +17,6 @@ from torch.nn import functional as F
 
 import gradweave
 from gradweave.errors import GradweaveError
-from gradweave.fusion import auto
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
 from gradweave.split.attach import Reordering, layer_names, reorder
@@ -46,7 +45,7 @@ class Technique:
     faster: bool = True
 
     def is_refusal(self, error):
-        """Whether an error says on purpose that a loop cannot be served; autograd says it of weights that are used again."""
+        """Whether an error is raised on purpose; by autograd, for weights that are used again."""
         in_place = self.updates_in_backward and "modified by an inplace operation" in str(error)
         return isinstance(error, GradweaveError) or in_place
 

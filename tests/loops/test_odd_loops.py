@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from gradweave.fusion import auto, buckets
 from gradweave.split import auto as split_auto
 from loops.judging import TECHNIQUES, check, clock
-from loops.odd_loops import Loop, loops
+from loops.odd_loops import loops
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Loops and surroundings that are hard on reorder(): stock's result bit for bit, or a refusal that leaves nothing behind."""
+"""Loops and surroundings that are hard on reorder(): stock's bits, or a refusal that leaves nothing behind."""
 
 import copy
 import io

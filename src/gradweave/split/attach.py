@@ -55,8 +55,8 @@ def reorder(
     """Takes the weight gradients of linear and convolution layers out of the chain of backward.
 
     Gradients are bit for bit the stock ones, and all there when ``backward()`` returns, or with
-    ``"cross_step"`` when somebody looks at them. Where a weight is used three times or more in different
-    forwards, or by other operations too, the order of summing up may differ.
+    ``"cross_step"`` when they are looked at. Where a weight is used three times or more, outside of the model's
+    forward too or by unusual operations, the order of summing up may differ.
 
     Args:
         model: Whose layers; those inside of ``torch.utils.checkpoint`` stay in order.

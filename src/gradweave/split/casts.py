@@ -13,8 +13,8 @@ from gradweave.compat.eager import is_view, notes_of_node
 class Casts(threading.local):
     """Notes that live exactly as long as what autocast keeps: each thread's, up to the end of its outermost context.
 
-    Autograd sums the gradients of such a copy up in low precision, over all forwards in that context. Torch does not say
-    when it forgets its copies, so a tensor without elements is cast along, and the notes are left with its copy.
+    Autograd sums the gradients of such a copy up in low precision, over all forwards in that context. Torch does
+    not say when it forgets its copies, so a tensor without elements is cast along, and the notes stay with its copy.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,9 @@ class Casts(threading.local):
             self._alongside[device] = torch.empty(0, 0, device=device, requires_grad=True)
         empty = self._alongside[device]
         product = torch.mm(empty, empty)
-        return notes_of_node(product.grad_fn.next_functions[0][0]) if product.dtype is not empty.dtype else {}
+        if product.grad_fn is None or product.dtype is empty.dtype:  # autocast is off
+            return {}
+        return notes_of_node(product.grad_fn.next_functions[0][0])
 
 
 def is_cast_once(tensor: torch.Tensor) -> bool:

@@ -1,13 +1,13 @@
 """Taps of a model's own layers, shared by forwards that may have one backward: gradients are summed up in stock order.
 
-Autograd adds up the gradients of a weight in the order in which backward comes to its uses; where autocast has
-cast the weight once for several uses, it adds those up in low precision first. A tap that all uses share knows that order.
+Autograd adds up the gradients of a weight in the order in which backward comes to its uses; where autocast has cast
+the weight once for several uses, it adds those up in low precision first. A tap that all uses share knows that order.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary, ref
@@ -39,7 +39,7 @@ class _Cast:
 
 
 class SharedTap:
-    """The parameters that some layers share, mostly a weight and its bias, as all calls in all forwards are to use them.
+    """The parameters that some layers share, mostly a weight and its bias, as all calls are to use them.
 
     Args:
         layer: The number of the first of these layers.
@@ -54,7 +54,7 @@ class SharedTap:
         self._params = params
         self._looks = _looks(params)
         self._index = {id(p): index for index, p in enumerate(params)}
-        self._stands_for: tuple[torch.Tensor, ...] = _SharedTap.apply(self.pending, *params)
+        self._stands_for: tuple[torch.Tensor, ...] = _SharedTap.apply(self.pending, *params)  # type: ignore[no-untyped-call]
 
     def is_of(self, params: tuple[torch.Tensor, ...]) -> bool:
         """Whether these are the parameters, in the memory and the form in which they were."""
