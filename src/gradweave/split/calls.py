@@ -32,11 +32,16 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ATTENTION = functional.multi_head_attention_forward
 _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
 _PREPARED = {
-    torch.Tensor.to, torch.Tensor.type, torch.Tensor.float, torch.Tensor.double, torch.Tensor.half,
-    torch.Tensor.bfloat16, torch.Tensor.t, torch.t, torch.Tensor.transpose, torch.transpose, torch.Tensor.view,
-    torch.Tensor.reshape, torch.Tensor.T.__get__, torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.mul, torch.mul, torch.Tensor.add, torch.add, torch.Tensor.sub, torch.sub, torch.Tensor.div, torch.div, torch.Tensor.__mul__, torch.Tensor.__rmul__,
-}  # fmt: skip
+    *(getattr(torch, name) for name in ("t", "transpose", "mul", "add", "sub", "div")),
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            *("to", "type", "float", "double", "half", "bfloat16", "t", "transpose", "view", "reshape"),
+            *("mul", "add", "sub", "div", "__mul__", "__rmul__"),
+        )
+    ),
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")),
+}
 """What a model may do with a weight before it uses it otherwise than the layer does; autocast leaves these alone."""
 
 
