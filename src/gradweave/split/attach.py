@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -354,16 +355,21 @@ class Reordering:
     def _followed(self, weights: Weights) -> set[int]:
         """The layers whose updates come in backward, right behind their gradients.
 
-        Not those with hooks in backward, which might look at a weight that is being updated.
+        Not those with hooks in backward, which might look at a weight that is being updated, and not those that share
+        one of weight and bias with another: autograd adds all of its gradients up first.
         """
         if self._following is None:
             return set()
         if not self._fusions or not all(fusion.is_attached for fusion in self._fusions.values()):
             self._fusions = self._find_fusions()
+        pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        for weight, bias in weights.values():
+            for p in (weight, bias):
+                pairs[id(p)].add((id(weight), id(bias)))
         return {
             number
             for number, pair in weights.items()
-            if all(p is None or id(p) in self._fusions for p in pair)
+            if all(p is None or (id(p) in self._fusions and len(pairs[id(p)]) == 1) for p in pair)
             and not has_backward_hooks(self._layers[number].module)
         }
 
