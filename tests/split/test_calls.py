@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradweave.split.calls import SplitCalls
 from gradweave.split.queue import Task, WeightGradientQueue
+from gradweave.split.shared import Call, SharedTap
 from gradweave.split.streams import InLine
 from gradweave.split.taps import Pending, Tap
 
@@ -135,9 +136,8 @@ class Attends(nn.Module):
 @pytest.mark.parametrize("what", ["to itself", "to another", "of other widths", "with its weights", "without biases"])
 def test_attention(what, autocast, delayed, budget, monkeypatch):
     model, left = Attends(what), []
-    monkeypatch.setattr(
-        Pending, "leave", lambda self, task, leave=Pending.leave: (left.append(self), leave(self, task))
-    )
+    for kind in (Pending, Call):
+        monkeypatch.setattr(kind, "leave", lambda self, task, leave=kind.leave: (left.append(self), leave(self, task)))
     check(model, torch.randn(2, 5, 8), autocast=autocast, delayed=delayed, budget=budget)
     projections = {"to itself": 2, "of other widths": 1 if autocast else 4}.get(what, 3)
     assert len(left) == projections
@@ -447,7 +447,7 @@ def test_nothing_is_left_behind_by_many_steps():
 
     def alive():
         gc.collect()
-        return sum(type(one) in (Tap, Pending, Task) for one in gc.get_objects())
+        return sum(type(one) in (Tap, Pending, Task, SharedTap, Call) for one in gc.get_objects())
 
     counts = []
     for number in range(8):

@@ -238,6 +238,17 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor's memory has been changed in place."""
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows a tensor as a part of another's memory."""
+    return tensor._is_view()
+
+
+def notes_of_node(node: Any) -> dict[Any, Any]:
+    """Notes that are kept with a node of autograd, for as long as it lives."""
+    notes: dict[Any, Any] = node.metadata
+    return notes
+
+
 def stream_teller(device: torch.device) -> Callable[[], int]:
     """What tells the number of the stream that work on a device goes to now; 0 for the default one."""
     return partial(torch._C._cuda_getCurrentRawStream, device.index) if device.type == "cuda" else int

@@ -11,6 +11,7 @@ from torch import nn
 from gradweave.compat.eager import gradient_hooks
 from gradweave.split.calls import SplitCalls
 from gradweave.split.queue import Task, WeightGradientQueue
+from gradweave.split.shared import Call
 from gradweave.split.streams import InLine
 from gradweave.split.taps import Pending, Tap
 
@@ -160,8 +161,9 @@ class HeldCalls(SplitCalls):
     def __init__(self, held: HeldGradients) -> None:
         super().__init__(held.queue)
         self._held = held
+        self._taps: dict[tuple[int, int], tuple[HeldTap, torch.Tensor, torch.Tensor | None]] = {}
 
-    def _tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Tap:
+    def _tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Tap | Call:
         plain = isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
         if not plain:
             return super()._tap(weight, bias)

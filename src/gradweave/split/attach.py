@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -38,6 +39,7 @@ from gradweave.split.crossing import Crossing, Weights
 from gradweave.split.following import Following
 from gradweave.split.placement import Planned, crossing_in, turns_of
 from gradweave.split.queue import Place, Recorder, WeightGradientQueue
+from gradweave.split.shared import SharedTaps
 from gradweave.split.streams import Beside, InLine
 
 POLICIES = ("auto", "side_stream", "joint", "cross_step")
@@ -54,8 +56,8 @@ def reorder(
     """Takes the weight gradients of linear and convolution layers out of the chain of backward.
 
     Gradients are bit for bit the stock ones, and all there when ``backward()`` returns, or with
-    ``"cross_step"`` when somebody looks at them. Where a weight is used three times or more in different
-    forwards, or by other operations too, the order of summing up may differ.
+    ``"cross_step"`` when they are looked at. Where a weight is used three times or more, outside of the model's
+    forward too or by unusual operations, the order of summing up may differ.
 
     Args:
         model: Whose layers; those inside of ``torch.utils.checkpoint`` stay in order.
@@ -100,9 +102,8 @@ def _check_model(model: nn.Module, policy: str) -> torch.device:
         if isinstance(module, nn.DataParallel):
             raise ArgumentError("model", "DataParallel", "copies weights behind our back; use DistributedDataParallel")
         if is_compiled(module):
-            raise ArgumentError(
-                "model", "torch.compile", "runs layers where they cannot be split; give the plain model"
-            )
+            how = "torch.jit.script" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
+            raise ArgumentError("model", how, "runs layers where they cannot be split; give the plain model")
         if policy == "cross_step" and isinstance(module, nn.parallel.DistributedDataParallel):
             raise ArgumentError(
                 "policy", policy, 'DDP averages all gradients before backward() returns; use policy="joint"'
@@ -229,6 +230,7 @@ class Reordering:
         why: str = "",
     ) -> None:
         self._queue = WeightGradientQueue(place or InLine(), byte_budget)
+        self._taps = SharedTaps(self._queue)
         in_graph = partial(is_deferred_in_graph, model)
         self._crossing = Crossing(self._queue, crossing, in_graph) if crossing else None
         self._find_fusions = partial(updated_in_backward, model) if not crossing else dict
@@ -242,11 +244,19 @@ class Reordering:
         self._detached = False
         self._hooks: list[RemovableHandle] = []
         if place is not None:
-            before = model.register_forward_pre_hook(_Enter(self._enter), prepend=True)
-            self._hooks = [before, model.register_forward_hook(_Leave(self._leave), always_call=True)]
-            if self._following is not None:
-                wait = ModuleHook(lambda *_: self._following.wait())  # type: ignore[union-attr]
-                self._hooks.insert(0, model.register_load_state_dict_pre_hook(wait))
+            try:
+                self._attach(model)
+            except BaseException:
+                self.detach()
+                raise
+
+    def _attach(self, model: nn.Module) -> None:
+        """The hook behind a forward is the last."""
+        if self._following is not None:
+            wait = ModuleHook(lambda *_: self._following.wait())  # type: ignore[union-attr]
+            self._hooks.append(model.register_load_state_dict_pre_hook(wait))
+        self._hooks.append(model.register_forward_pre_hook(_Enter(self._enter), prepend=True))
+        self._hooks.append(model.register_forward_hook(_Leave(self._leave), always_call=True))
 
     def __enter__(self) -> Reordering:
         return self
@@ -309,7 +319,7 @@ class Reordering:
             if self._following is not None:
                 self._following.begin_forward({number: weights[number] for number in followed})
             if torch.is_grad_enabled():  # torch's fast ways of evaluating are not taken where anybody looks on
-                calls = SplitCalls(self._queue, weights, followed)
+                calls = SplitCalls(self._queue, weights, followed, self._taps)
                 stack.enter_context(calls)
                 self._open.add(calls)
         self._own.forwards.append((depth, calls, stack))
@@ -345,16 +355,21 @@ class Reordering:
     def _followed(self, weights: Weights) -> set[int]:
         """The layers whose updates come in backward, right behind their gradients.
 
-        Not those with hooks in backward, which might look at a weight that is being updated.
+        Not those with hooks in backward, which might look at a weight that is being updated, and not those that share
+        one of weight and bias with another: autograd adds all of its gradients up first.
         """
         if self._following is None:
             return set()
         if not self._fusions or not all(fusion.is_attached for fusion in self._fusions.values()):
             self._fusions = self._find_fusions()
+        pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        for weight, bias in weights.values():
+            for p in (weight, bias):
+                pairs[id(p)].add((id(weight), id(bias)))
         return {
             number
             for number, pair in weights.items()
-            if all(p is None or id(p) in self._fusions for p in pair)
+            if all(p is None or (id(p) in self._fusions and len(pairs[id(p)]) == 1) for p in pair)
             and not has_backward_hooks(self._layers[number].module)
         }
 

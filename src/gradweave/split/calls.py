@@ -14,13 +14,14 @@ from gradweave.compat.eager import (
     in_forward_mode,
     in_function_transform,
     is_being_traced,
-    no_torch_function,
     other_function_modes,
     part_by_part,
     saved_tensors_are_hooked,
 )
+from gradweave.split.casts import is_cast_once
 from gradweave.split.layers import Geometry, split_convolution, split_linear
 from gradweave.split.queue import WeightGradientQueue
+from gradweave.split.shared import Call, SharedTaps
 from gradweave.split.taps import Tap
 
 _DIMENSIONS = {
@@ -30,6 +31,18 @@ _DIMENSIONS = {
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ATTENTION = functional.multi_head_attention_forward
 _TRANSPOSED = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+_PREPARED = {
+    *(getattr(torch, name) for name in ("t", "transpose", "mul", "add", "sub", "div")),
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            *("to", "type", "float", "double", "half", "bfloat16", "t", "transpose", "view", "reshape"),
+            *("mul", "add", "sub", "div", "__mul__", "__rmul__"),
+        )
+    ),
+    *(getattr(torch.Tensor, name).__get__ for name in ("T", "mT")),
+}
+"""What a model may do with a weight before it uses it otherwise than the layer does; autocast leaves these alone."""
 
 
 def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -52,6 +65,7 @@ class SplitCalls(TorchFunctionMode):
         first: Weights and biases whose gradients are to come behind all input gradients, by the number of
             their layer; those of other weights come where they always did.
         in_order: Of these layers those whose gradients come where they always did after all.
+        taps: Of the model, for all of its forwards; without them, those of this one are its own.
 
     Attributes:
         closed: Whether everything runs stock from now on.
@@ -62,27 +76,28 @@ class SplitCalls(TorchFunctionMode):
         queue: WeightGradientQueue,
         first: Mapping[int, tuple[torch.Tensor, torch.Tensor | None]] | None = None,
         in_order: Collection[int] = (),
+        taps: SharedTaps | None = None,
     ) -> None:
         super().__init__()
         self.closed = False
         self._queue = queue
-        self._taps: dict[tuple[int, int], tuple[Tap, torch.Tensor, torch.Tensor | None]] = {}
         self._layers: dict[int, int] = {}
-        self._inputs: dict[int, tuple[torch.Tensor | None, torch.Tensor]] = {}
         self._next = max(first, default=-1) + 1 if first else 0
-        needs_taps = torch.is_grad_enabled() and not is_being_traced()
-        with no_torch_function():  # what has an update pending is brought up to date where it is used, not here
-            for number, (weight, bias) in (first or {}).items():
-                self._layers.setdefault(id(weight), number)
-                if needs_taps and weight.requires_grad and number not in in_order:
-                    self._tap(weight, bias)
+        for number, (weight, _) in (first or {}).items():
+            self._layers.setdefault(id(weight), number)
+        taps = taps or SharedTaps(queue)
+        self._casts = taps.casts
+        own = {
+            number: pair for number, pair in (first or {}).items() if number not in in_order and pair[0].requires_grad
+        }
+        self._shared = taps.of(own) if torch.is_grad_enabled() and not is_being_traced() else {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """As torch calls it for every function of its own."""
         kwargs = kwargs or {}
-        if self.closed:
+        if self.closed or torch.compiler.is_compiling():
             made = None
         elif func is functional.linear:
             made = self._linear(*args, **kwargs)
@@ -91,18 +106,54 @@ class SplitCalls(TorchFunctionMode):
         elif func is _ATTENTION and _can_be_taken_apart(func, *args, *kwargs.values()):
             with self:  # its projections come here as calls of linear
                 made = part_by_part(func)(*args, **kwargs)
+        elif func is functional.embedding:
+            made = self._embedding(*args, **kwargs)
+        elif func in _PREPARED and any(id(one) in self._shared for one in args):
+            return func(*map(self._whole, args), **kwargs)
         else:
             made = None
         return func(*args, **kwargs) if made is None else made
 
-    def _tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Tap:
+    def _tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Tap | Call:
+        """What a weight and a bias go through: for all calls the same where they come last, else one for each.
+
+        Where autocast casts a weight once for several calls, these have one as well.
+        """
+        shared = self._shared.get(id(weight))
+        if shared is not None and shared.has(weight, bias):
+            return shared.call(weight, bias)
+        if id(weight) not in self._layers:
+            self._layers[id(weight)] = self._next
+            self._next += 1
+        made = Tap(self._layers[id(weight)], weight, bias, self._queue)
+        if _autocast_dtype(weight) is weight.dtype or not is_cast_once(weight):
+            return made
+        kept = self._casts.kept(weight.device)
         key = id(weight), id(bias)
-        if key not in self._taps or not self._taps[key][0].stands_for(weight):
-            if id(weight) not in self._layers:
-                self._layers[id(weight)] = self._next
-                self._next += 1
-            self._taps[key] = Tap(self._layers[id(weight)], weight, bias, self._queue), weight, bias
-        return self._taps[key][0]
+        if key not in kept or not kept[key][0].stands_for(weight):
+            kept[key] = made, weight, bias
+        tap: Tap = kept[key][0]
+        return tap
+
+    def _embedding(
+        self, input: Any, weight: Any, padding_idx: int | None = None, max_norm: float | None = None, *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:  # fmt: skip
+        """Of a table that is a layer's weight too."""
+        bring_up_to_date(weight)
+        shared = self._shared.get(id(weight))
+        if shared is None or not shared.has(weight) or max_norm is not None or kwargs.get("sparse") or True in args[2:]:
+            return None
+        if not _can_be_split(weight, weight, None):
+            return None
+        return functional.embedding(input, shared.whole(weight), padding_idx)
+
+    def _whole(self, given: Any) -> Any:
+        """What stands for a layer's weight or bias where another function than the layer's own uses it."""
+        shared = self._shared.get(id(given)) if type(given) in _PLAIN else None
+        if shared is None or not shared.has(given) or not _can_be_split(given, given, None):
+            return given
+        return shared.whole(given)
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
         bring_up_to_date(weight, bias)
@@ -116,17 +167,18 @@ class SplitCalls(TorchFunctionMode):
         bring_up_to_date(weight, bias)
         if geometry is None or not _can_be_split(input, weight, bias) or input.dim() != weight.dim():
             return None
-        return split_convolution(self._in_precision(input), self._tap(weight, bias), geometry)
+        return split_convolution(self._in_precision(input), self._tap(weight, bias), geometry, weight)
 
     def _in_precision(self, input: torch.Tensor) -> torch.Tensor:
         """An input as autocast has it used; a leaf is cast once for all calls, so that their gradients add up alike."""
         dtype = _autocast_dtype(input)
-        if dtype is input.dtype or not (input.is_leaf and input.requires_grad and torch.is_autocast_cache_enabled()):
+        if dtype is input.dtype or not is_cast_once(input):
             return input.to(dtype)
-        known, cast = self._inputs.get(id(input), (None, input))
-        if known is not input:
-            cast = input.to(dtype)
-            self._inputs[id(input)] = input, cast
+        kept = self._casts.kept(input.device)
+        key = "input", id(input)
+        if key not in kept:
+            kept[key] = input, input.to(dtype)
+        cast: torch.Tensor = kept[key][1]
         return cast
 
 
@@ -188,7 +240,7 @@ def _can_be_split(input: Any, weight: Any, bias: Any) -> bool:
         return False
     if bias is not None and bias.dim() != 1:
         return False
-    if bias is not None and weight.is_leaf and not bias.is_leaf and _autocast_dtype(weight) is not weight.dtype:
-        return False  # as of an attention's weight, with another part of its bias in each call: autocast casts it once
+    if bias is not None and weight.is_leaf is not bias.is_leaf and _autocast_dtype(weight) is not weight.dtype:
+        return False  # as of an attention's weight, with another part of its bias in each call: autocast casts one once
     dtypes = {_autocast_dtype(tensor) for tensor in tensors}
     return weight.requires_grad and len(dtypes) == 1 and weight.is_floating_point()

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
 from torch.nn import functional
 
+from gradweave.compat.eager import no_torch_function
 from gradweave.split.queue import Gradients, Task
+from gradweave.split.shared import Call
 from gradweave.split.taps import Pending, Tap
 
 aten = torch.ops.aten
 
 
-def split_linear(x: torch.Tensor, tap: Tap) -> torch.Tensor:
+def split_linear(x: torch.Tensor, tap: Tap | Call) -> torch.Tensor:
     """As ``functional.linear``, in the input's precision, the weight gradient left in the tap."""
     weight, bias = tap.used_as(x.dtype)
     shape = x.shape
@@ -30,7 +32,7 @@ def split_linear(x: torch.Tensor, tap: Tap) -> torch.Tensor:
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, pending: Pending | Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.pending = pending
         ctx.packed = _is_packed(weight.t())
@@ -53,7 +55,7 @@ class _Linear(Function):
         return None, of_x, None, None
 
 
-def _own(x: torch.Tensor, pending: Pending) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def _own(x: torch.Tensor, pending: Pending | Call) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """An input without the graph behind it; once more if the forward has computed it and its task may outlive that.
 
     A batch, which the loop may fill again, is not one of these.
@@ -106,19 +108,33 @@ class Geometry:
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
 
-def split_convolution(x: torch.Tensor, tap: Tap, geometry: Geometry) -> torch.Tensor:
+class _Leaf(NamedTuple):
+    """A leaf, out of autograd's sight."""
+
+    tensor: torch.Tensor
+
+
+def split_convolution(x: torch.Tensor, tap: Tap | Call, geometry: Geometry, leaf: torch.Tensor) -> torch.Tensor:
     """As ``aten::convolution``, in the input's precision, the weight gradient left in the tap."""
     weight, bias = tap.used_as(x.dtype)
-    result: torch.Tensor = _Convolution.apply(tap.pending, geometry, x, weight, bias)  # type: ignore[no-untyped-call]
+    kept = _Leaf(leaf) if leaf.is_leaf and leaf.dtype is x.dtype else None
+    result: torch.Tensor = _Convolution.apply(tap.pending, geometry, x, weight, bias, kept)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Convolution(Function):
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending, geometry: Geometry, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any,
+        pending: Pending | Call,
+        geometry: Geometry,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        leaf: _Leaf | None,
     ) -> torch.Tensor:
         ctx.pending = pending
+        ctx.leaf = leaf
         ctx.geometry = geometry
         ctx.bias_sizes = None if bias is None else tuple(bias.shape)
         ctx.save_for_backward(x, weight)
@@ -128,22 +144,25 @@ class _Convolution(Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        _, _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        _, _, needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if ctx.leaf is not None and not torch.is_grad_enabled():
+            with no_torch_function():  # autograd keeps a leaf itself: what was put into its .data since is what it uses
+                weight = ctx.leaf.tensor.detach()
 
         def backward(x: torch.Tensor, weight: torch.Tensor, mask: list[bool]) -> Any:
             return aten.convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry.arguments(), mask)
 
         of_x = backward(x, weight, [True, False, False])[0] if needs_x else None
         if not (needs_weight or needs_bias):
-            return None, None, of_x, None, None
+            return None, None, of_x, None, None, None
         mask = [False, needs_weight, needs_bias]
         if torch.is_grad_enabled():
             _, of_weight, of_bias = backward(x, weight, mask)
-            return None, None, of_x, of_weight if needs_weight else None, of_bias if needs_bias else None
+            return None, None, of_x, of_weight if needs_weight else None, of_bias if needs_bias else None, None
         x, made_by_model = _own(x, ctx.pending)
         compute = partial(_convolution_weight, grad, x, weight.detach(), ctx.bias_sizes, ctx.geometry, mask)
         ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute, made_by_model))
-        return None, None, of_x, None, None
+        return None, None, of_x, None, None, None
 
 
 def _convolution_weight(

@@ -21,8 +21,8 @@ from torch.autograd import Function
 from gradweave.compat.eager import current_backward
 from gradweave.split.queue import Gradients, Task, WeightGradientQueue
 
-Precisions = tuple[torch.dtype, torch.dtype | None]
-"""Of a weight and of its bias."""
+Precisions = tuple[torch.dtype | None, torch.dtype | None]
+"""Of a weight and of its bias; None for what stays as it is."""
 
 
 class Tap:
@@ -120,11 +120,12 @@ def sum_of(results: Iterable[Gradients]) -> Gradients:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     for of_weight, of_bias in results:
-        weight, bias = _sum(weight, of_weight), _sum(bias, of_bias)
+        weight, bias = add(weight, of_weight), add(bias, of_bias)
     return weight, bias
 
 
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+def add(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of what there is."""
     return other if one is None else one if other is None else one + other
 
 
@@ -140,4 +141,4 @@ class _Tap(Function):
     @staticmethod
     def backward(ctx: Any, weight: torch.Tensor | None, bias: torch.Tensor | None) -> Any:
         of_weight, of_bias = in_precision(ctx.pending.dtypes, ctx.pending.collect())
-        return None, _sum(of_weight, weight), _sum(of_bias, bias)
+        return None, add(of_weight, weight), add(of_bias, bias)
