@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -67,12 +67,6 @@ DESCRIPTIONS = {
     "pipeline": "gradweave: two micro-batches through a pipeline; one process has all stages, and nothing to gain",
 }
 
-RULE_OF_AUTO = (
-    "auto leaves stock order only for what was faster in every one of its rounds, and by at least 3%: times are "
-    "medians, so that a lower one alone does not decide"
-)
-"""Said beside its times, which can look as if they contradicted the choice."""
-
 
 def baseline_of(optimizer: str) -> str:
     """The form of an optimizer that a user would pick today."""
@@ -123,7 +117,7 @@ class Variant:
             form = mode if mode in STOCK else baseline_of(optimizer)
             self.optimizer = make(model.parameters(), **_form(form))
             if mode in FUSED:
-                self.fusion = fuse(model, self.optimizer, mode)
+                self.fusion = fuse(model, self.optimizer, cast(Any, mode))
             elif mode == "reorder":
                 self.reordering = reorder(model)
             elif mode == "daso":
@@ -184,9 +178,7 @@ class Variant:
     def explain(self) -> str:
         """What is done, in a line."""
         attached = self.fusion or self.reordering
-        if attached is None:
-            return DESCRIPTIONS[self.mode]
-        return attached.explain() + (f" [{RULE_OF_AUTO}]" if self.mode == "auto" else "")
+        return attached.explain() if attached is not None else DESCRIPTIONS[self.mode]
 
 
 def _form(name: str) -> dict[str, Any]:
