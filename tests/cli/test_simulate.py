@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from gradweave.cli.app import main
-from gradweave.schedule import Costs
+from gradweave.cli.simulate import _MOST_TASKS, _steps_to_steady_state, _tasks
+from gradweave.schedule import Costs, Link
 
 
 @pytest.fixture
@@ -50,7 +51,8 @@ def test_json_is_one_object_with_a_result_per_policy(gradweave):
 )
 def test_the_defaults_give_a_table_and_a_picture(gradweave, scenario, policies, tmp_path):
     status, out, err = gradweave("simulate", scenario, "--out", str(tmp_path / "x.png"))
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert all(line.startswith("simulating ") for line in err.splitlines())  # only where it takes long
     assert sum("x  " in line for line in out.splitlines()) == policies
     assert "…" not in out
     assert (tmp_path / "x.png").stat().st_size > 10_000
@@ -144,6 +146,13 @@ NEGATIVE = '{"layers": [{"name": "conv1", "forward": -1, "input_grad": 1, "weigh
         (["pipeline", "--nonsense"], "--nonsense"),
         (["daso", "--every", "0"], "every=0: give at least 1 step"),
         (["circular"], "circular"),
+        (["pipeline", "--microbatches", "1000000000"], "--microbatches=1000000000: is too many tasks to simulate"),
+        (["pipeline", "--microbatches", "3000"], "with 24 layers and 1 step(s): give at most 2,777"),
+        (["pipeline", "--microbatches", "9", "--layers", "100000"], "use a network of fewer layers"),
+        (["single", "--steps", "1000000"], "--steps=1000000: is too many tasks to simulate with 121 layers"),
+        (["data-parallel", "--steps", "741"], "--steps=741"),
+        (["daso", "--steps", "1000000"], "--steps=1000000"),
+        (["single", "--network", "uniform", "--layers", "1000000000"], "--layers=1000000000: give at most 200,000"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(gradweave, tmp_path, arguments, message):
@@ -157,6 +166,47 @@ def test_mistakes_are_one_line_and_status_2(gradweave, tmp_path, arguments, mess
     assert err.startswith("error: ")
     assert len(err.splitlines()) == 1
     assert message in err
+
+
+def test_the_bound_is_where_it_says(gradweave):
+    base = (
+        "simulate",
+        "pipeline",
+        "--policy",
+        "gpipe",
+        "--network",
+        "uniform",
+        "--layers",
+        "4",
+        "--stages",
+        "4",
+        "--json",
+    )
+    assert gradweave(*base, "--microbatches", "300")[0] == 0
+    assert _tasks(Costs.uniform(24), 1, 2777) <= _MOST_TASKS < _tasks(Costs.uniform(24), 1, 2778)
+    assert _steps_to_steady_state(Costs.uniform(10_000), Link.parse("1B/s"), 4, None, None) == 4
+
+
+def test_a_picture_that_cannot_be_made_is_refused_before_the_work(gradweave, monkeypatch):
+    monkeypatch.setattr("gradweave.cli.simulate.plan", None)
+    status, _, err = gradweave("simulate", "single", "--out", "x.gif")
+    assert (status, err) == (2, "error: path='x.gif': end it in .png, .svg, .pdf (picture) or .json (trace)\n")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("single", ["in_order", "side_region", "densenet121", "gpt3_175b"]),
+        ("data-parallel", ["ddp", "reverse_first_k"]),
+        ("pipeline", ["gpipe", "fast_forward", "modulo"]),
+        ("daso", ["ddp", "daso", "uniform"]),
+    ],
+)
+def test_help_names_policies_and_networks(gradweave, monkeypatch, scenario, words):
+    monkeypatch.setenv("COLUMNS", "400")
+    status, out, _ = gradweave("simulate", scenario, "--help")
+    assert status == 0
+    assert all(word in out for word in words)
 
 
 def test_json_can_be_piped_from_a_process():

@@ -1,6 +1,7 @@
 import pytest
 
-from gradweave.cli.tables import bytes_text, progress, seconds_text
+from gradweave.cli.tables import bytes_text, print_results, seconds_text
+from gradweave.schedule import Costs, plan, single
 
 
 @pytest.mark.parametrize(
@@ -17,9 +18,13 @@ def test_bytes(size, text):
     assert bytes_text(size) == text
 
 
-def test_progress_goes_through_all(capsys):
-    with progress(["a", "b"], "doing", quiet=False) as each:
-        assert list(each) == ["a", "b"]
-    with progress(["a", "b"], "doing", quiet=True) as each:
-        assert list(each) == ["a", "b"]
-    assert capsys.readouterr().out == ""
+def test_a_narrow_terminal_keeps_every_column(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    graph = single(Costs.uniform(3), steps=1)
+    results = [(schedule, schedule.simulate()) for schedule in (plan(graph, policy=p) for p in ("in_order", "joint"))]
+    print_results(graph, results, None)
+    lines = capsys.readouterr().out.splitlines()
+    for policy in ("in_order", "joint"):
+        assert sum(line.split()[:1] == [policy] for line in lines) == 1
+    heads = next(line for line in lines if "policy" in line)
+    assert heads.split() == ["policy", "step", "speed-up", "makespan", "peak", "idle", "exposed"]

@@ -52,3 +52,15 @@ def test_weight_gradients_cut_backward():
     assert "".join(span.task.kind for span in spans).lstrip("F").startswith("XWXW")
     assert [span.task.layer for span in spans if span.task.kind is Kind.W] == [1, 0]
     assert all(a.end <= b.start for a, b in pairwise(spans))
+
+
+def test_a_step_without_a_forward_of_its_own_is_counted_too():
+    recorder = Recorder(torch.device("cpu"))
+    time.sleep(0.05)
+    for step in range(4):
+        recorder.step = step
+        with recorder.part(Kind.X):
+            time.sleep(0.001)
+    timeline = recorder.timeline("a pipeline's")
+    assert timeline.spans[0].start == 0.0
+    assert timeline.step_time == pytest.approx(timeline.makespan / 4)

@@ -1,14 +1,16 @@
 import json
+import math
 
 import pytest
 import torch
+from torch import nn
 
 from gradweave.compare import compare
-from gradweave.compare.figures import save_figures
+from gradweave.compare.figures import _on_one_axis, save_figures
 from gradweave.compare.report import save_report
 from gradweave.compare.trial import Setting
-from gradweave.compare.workloads import WORKLOADS
-from gradweave.errors import ArgumentError
+from gradweave.compare.workloads import WORKLOADS, Workload
+from gradweave.errors import ArgumentError, GradweaveError
 
 together = pytest.mark.xdist_group("comparison")
 """In one process, so that the comparison is made once."""
@@ -87,7 +89,25 @@ def test_figures_and_a_report_that_needs_nothing_else(comparison, tmp_path):
     assert page.count("data:image/png;base64,") == 3
     assert "http" not in page.replace("http-equiv", "")
     assert "identical" in page
+    assert comparison.title in page
+    assert "autoencoder (364,240 parameters), adamw at lr 0.003, batch 64, float32" in page
+    assert "of 86 steps: 60 to settle, 20 timed" in page
+    save_report(comparison, paths, tmp_path / "report.html", "gradweave compare <x>")
+    assert "<code>gradweave compare &lt;x&gt;</code>" in (tmp_path / "report.html").read_text()
     json.dumps(comparison.as_dict(), allow_nan=False)
+
+
+@together
+def test_every_timeline_begins_at_its_first_step_and_slow_ones_shrink_no_other(comparison):
+    from dataclasses import replace
+
+    timelines = [trial.timeline for trial in comparison.trials]
+    assert all(min(span.start for span in timeline.spans) == 0.0 for timeline in timelines)
+    slow = tuple(span._replace(start=10 * span.start, end=10 * span.end) for span in timelines[0].spans)
+    shown = _on_one_axis([replace(timelines[0], spans=slow), timelines[0]])
+    assert {span.task.step for span in shown[0].spans} == {0, 1}
+    assert shown[0].title == "fused (first 2 of 6 steps)"
+    assert shown[1] == timelines[0]
 
 
 def test_an_optimizer_without_a_fused_form_is_compared_with_foreach():
@@ -100,6 +120,7 @@ def test_clipping_is_the_same_in_every_mode():
     setting = Setting(WORKLOADS["autoencoder"], batch=256, max_norm=0.01)
     result = compare(setting, ["forward"], steps=20)
     assert result.results[-1].identical
+    assert "clipped to 0.01" in result.title
     free = compare(Setting(WORKLOADS["autoencoder"], batch=256), ["forward"], steps=20)
     assert free.results[0].losses[-1] != result.results[0].losses[-1]
 
@@ -113,6 +134,15 @@ def test_clipping_is_the_same_in_every_mode():
         ({"optimizer": "lion"}, ["forward"], 40, "--optimizer='lion'"),
         ({"optimizer": "rmsprop"}, ["fused"], 40, "torch has no fused rmsprop"),
         ({"batch": 0}, ["forward"], 40, "--batch=0"),
+        ({"batch": 100_000}, ["forward"], 40, "--batch=100000: there are only 1,797 samples"),
+        ({"max_norm": -1.0}, ["forward"], 40, "--max-norm=-1.0: give a number above 0"),
+        ({"max_norm": 0.0}, ["forward"], 40, "--max-norm=0.0"),
+        ({"max_norm": math.nan}, ["forward"], 40, "--max-norm=nan"),
+        ({"max_norm": math.inf}, ["forward"], 40, "--max-norm=inf"),
+        ({"lr": 0.0}, ["forward"], 40, "--lr=0.0: give a number above 0"),
+        ({"lr": math.nan}, ["forward"], 40, "--lr=nan"),
+        ({"other_lr": -1.0}, ["eva"], 40, "--eva-lr=-1.0"),
+        ({"other_lr": 0.1}, ["forward"], 40, "--eva-lr=0.1: is for eva, eva_f, eva_s"),
     ],
 )
 def test_mistakes_are_named(more, modes, steps, message):
@@ -122,10 +152,6 @@ def test_mistakes_are_named(more, modes, steps, message):
 
 
 def test_random_numbers_of_variants_do_not_mix():
-    from torch import nn
-
-    from gradweave.compare.workloads import Workload
-
     def model():
         return nn.Sequential(nn.Linear(64, 32), nn.Dropout(0.5), nn.Linear(32, 64))
 
@@ -185,3 +211,94 @@ def test_a_model_that_is_no_sequence_is_refused_and_leaves_no_process_group():
     with pytest.raises(ArgumentError, match="Sequential"):
         compare(Setting(WORKLOADS["gpt_small"], batch=8), ["pipeline"], steps=20)
     assert not torch.distributed.is_initialized()
+
+
+def own(make_model, make_data=None):
+    base = WORKLOADS["autoencoder"]
+    return Workload("own", make_model, make_data or base.make_data, base.loss)
+
+
+def small():
+    return nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 64))
+
+
+class Spoilt(nn.Module):
+    """Gives what is no number from a call on."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.inner, self.left = small(), calls
+
+    def forward(self, x):
+        self.left -= 1
+        return self.inner(x) * (1.0 if self.left >= 0 else math.nan)
+
+
+def test_the_rate_given_is_that_of_every_row_of_the_same_rule():
+    compared = compare(Setting(own(small), lr=0.02, other_lr=0.005), ["loop", "hook", "forward", "eva"], steps=20)
+    assert [r.learning_rate for r in compared.results] == [0.02] * 5 + [0.005]
+    assert [r["learning_rate"] for r in compared.as_dict()["results"]] == [0.02] * 5 + [0.005]
+    assert "adamw at lr 0.02" in compared.title
+    usual = Setting(WORKLOADS["autoencoder"])
+    assert [usual.learning_rate("fused"), usual.learning_rate("eva")] == [3e-3, None]
+
+
+def test_the_samples_that_are_there_are_counted_whatever_was_asked_for():
+    def few(batch, generator):
+        assert batch == 32
+        return [(torch.rand(n, 64), torch.rand(n, 64)) for n in (5, 7)]
+
+    compared = compare(Setting(own(small, few)), ["forward"], steps=20)
+    assert compared.samples == (5, 7)
+    assert "batches of 5 to 7" in compared.title
+    for result in compared.results:
+        assert result.throughput == pytest.approx(6 / result.milliseconds[1] * 1e3)
+
+
+def test_partly_frozen_models_train_in_every_mode():
+    def half_frozen():
+        model = small()
+        model[0].requires_grad_(False)
+        return model
+
+    compared = compare(Setting(own(half_frozen)), ["hook", "backward", "forward"], steps=20)
+    assert all(result.identical for result in compared.results)
+    assert compared.parameters == 8 * 64 + 64
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        (own(lambda: small().requires_grad_(False)), "model='own': has no parameters to train, or all are frozen"),
+        (own(nn.ReLU), "has no parameters to train"),
+        (own(lambda: 1 / 0), "cannot be built: ZeroDivisionError"),
+        (own(lambda: nn.Linear(7, 7)), "fails in a training step: RuntimeError: mat1 and mat2"),
+        (own(small, lambda *_: []), "makes no batch of 32 samples"),
+        (own(small, lambda *_: 1 / 0), "its data cannot be made: ZeroDivisionError"),
+        (own(lambda: Spoilt(4)), "the loss of step 5 of stock training is nan: nothing can be compared"),
+        (own(lambda: Spoilt(33)), "the loss of step 34 of stock training is nan"),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_an_error_of_it(workload, message):
+    with pytest.raises(GradweaveError) as error:
+        compare(Setting(workload), ["forward"], steps=20)
+    assert message in str(error.value)
+
+
+def test_a_row_that_breaks_down_is_named_and_the_others_stay():
+    compared = compare(Setting(own(small), other_lr=1e30), ["forward", "eva"], steps=20)
+    assert not compared.is_finite
+    assert compared.results[-1].sameness == "not finite"
+    assert compared.verdict.startswith("eva at lr 1e+30 broke down")
+    assert "it gives identical weights" in compared.verdict
+    json.dumps(compared.as_dict(), allow_nan=False)
+
+
+def test_the_rule_of_auto_stands_beside_its_times(tmp_path):
+    pages = []
+    for mode in ("auto", "forward"):
+        compared = compare(Setting(own(small)), [mode], steps=20)
+        save_report(compared, save_figures(compared, tmp_path), tmp_path / "report.html")
+        pages.append((tmp_path / "report.html").read_text())
+    rule = "at least 3% faster in the median, and faster in every one of its own rounds"
+    assert [rule in page for page in pages] == [True, False]

@@ -1,10 +1,12 @@
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from gradweave.compare.variants import LEARNING_RATES
 from gradweave.compare.workloads import WORKLOADS, Workload, find_workload
 from gradweave.errors import ArgumentError
 
@@ -22,7 +24,7 @@ def test_built_in_workloads_have_a_loss_that_can_be_lowered(name):
 
 
 @pytest.fixture
-def mine(monkeypatch):
+def mine(monkeypatch, tmp_path):
     module = types.ModuleType("my_models")
     module.classifier = lambda: nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(12, 5))
     module.workload = lambda: Workload(
@@ -32,7 +34,11 @@ def mine(monkeypatch):
     module.failing = lambda: 1 / 0
     module.other_input = lambda: nn.Linear(7, 7)
     module.number = 3
+    module.leaving = lambda: sys.exit(3)
     monkeypatch.setitem(sys.modules, "my_models", module)
+    for name, text in (("broken", "def f(:"), ("leaving", "import sys\nsys.exit(3)"), ("failing", "None.nothing")):
+        (tmp_path / f"{name}_models.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 def test_a_users_own_factory(mine):
@@ -53,9 +59,48 @@ def test_a_users_own_factory(mine):
         ("my_models:failing", "failed when called: ZeroDivisionError"),
         ("my_models:other_input", "does not classify images"),
         ("my_models:number", "something to call"),
+        ("my_models:leaving", "--model='my_models:leaving': failed when called: it called sys.exit(3)"),
+        (":f", "'' is no module"),
+        ("..my_models:f", "'..my_models' is no module"),
+        ("broken_models:f", "broken_models fails when imported: SyntaxError"),
+        ("leaving_models:f", "leaving_models fails when imported: it called sys.exit(3) (leaving_models.py, line 2)"),
+        ("failing_models:f", "failing_models fails when imported: AttributeError"),
+        ("transformers:nonsense", "transformers cannot make its configuration: ValueError"),
     ],
 )
 def test_mistakes_are_named(mine, name, message):
     with pytest.raises(ArgumentError) as error:
         find_workload(name)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["mlp", "autoencoder"])
+def test_a_batch_larger_than_the_data_is_refused_and_the_largest_is_taken(name):
+    make = WORKLOADS[name].make_data
+    with pytest.raises(ArgumentError, match="--batch=1798: there are only 1,797 samples"):
+        make(1798, torch.Generator())
+    assert [len(x) for x, _ in make(1797, torch.Generator())] == [1797]
+
+
+def test_the_example_in_the_docs_is_a_workload_that_trains():
+    page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    made: dict = {}
+    exec(compile(code, "docs/compare.md", "exec"), made)
+    workload = made["make"]()
+    x, y = workload.make_data(workload.default_batch, torch.Generator())[0]
+    assert len(x) == workload.default_batch
+    workload.loss(workload.make_model()(x), y).backward()
+
+
+def test_the_rates_in_the_docs_are_those_that_are_used():
+    page = (Path(__file__).parents[2] / "docs" / "compare.md").read_text()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    names = rows[0][1:]
+    assert sorted(names) == sorted(LEARNING_RATES)
+    table = {row[0].strip("`"): row[1:] for row in rows[2:6]}
+    assert dict(zip(names, map(float, table.pop("usual")), strict=True)) == LEARNING_RATES
+    for model, cells in table.items():
+        own = {name: float(cell) for name, cell in zip(names, cells, strict=True) if cell != "usual"}
+        assert own == WORKLOADS[model].learning_rates
+    assert {name for name, workload in WORKLOADS.items() if workload.learning_rates} == set(table)

@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
-from gradweave.cli.app import main
+import os
+import signal
+import sys
+from types import FrameType
+
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Runs the command line; Ctrl-C ends it without a word from the first moment on, while it is still loading."""
+    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_usual:
+        signal.signal(signal.SIGINT, _leave)
+    from gradweave.cli.app import main as run
+
+    if is_usual:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run()
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+
+
+def _leave(_signal: int, _frame: FrameType | None) -> None:
+    os._exit(_INTERRUPTED)
+
 
 __all__ = ["main"]

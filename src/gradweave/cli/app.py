@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from itertools import pairwise
 from typing import Annotated
@@ -13,6 +15,9 @@ from gradweave.cli.compare import compare_command
 from gradweave.cli.plan import plan_command
 from gradweave.cli.simulate import simulate_app
 from gradweave.errors import GradweaveError
+
+INTERRUPTED = 130
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 app = typer.Typer(
     name="gradweave",
@@ -43,19 +48,34 @@ def _root(
 
 def main() -> None:
     """Runs the command line; what the user got wrong is one line on stderr and exit status 2."""
+    os.environ["MPLBACKEND"] = "agg"  # pictures only go to files; what a notebook or a shell sets need not exist here
     try:
         status = app(standalone_mode=False)
+        sys.stdout.flush()
     except GradweaveError as error:
         _fail(str(error))
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(1)
     except Exception as error:
+        if type(error).__name__ == "Abort":  # what click makes of Ctrl-C
+            sys.exit(INTERRUPTED)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            _drop_output()
+            _fail(f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror}")
         # Typer may or may not bring its own copy of click: know its usage errors by what they can do.
         described = getattr(error, "format_message", None)
         if described is None:
             raise
         _fail(_with_value(error, described()))
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _drop_output() -> None:
+    """What is still in the buffer cannot be written; Python would try, and complain, once more at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_value(error: Exception, message: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gradweave.cli.names import MODES
+from gradweave.cli.progress import share_done
 from gradweave.cli.settings import (
     BatchOption,
     DeviceOption,
@@ -22,11 +25,15 @@ from gradweave.cli.settings import (
     fits_in_memory,
     make_folder,
     make_setting,
+    writing,
 )
-from gradweave.cli.tables import bytes_text, share_done
+from gradweave.cli.tables import bytes_text
 
 if TYPE_CHECKING:
-    from gradweave.compare.run import Comparison, Result
+    from gradweave.compare.results import Comparison, Result
+
+_FILES = ("report.html", "figures.json", "step-times.png", "losses.png", "timelines.png", "timelines.json")
+_DEFAULT_MODES = "loop,backward,forward,auto"
 
 
 def compare_command(
@@ -36,50 +43,56 @@ def compare_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each mode.")] = 100,
-    modes: Annotated[
-        str,
-        typer.Option(
-            help="Of loop, foreach, fused, hook, backward, forward, auto, reorder, daso, data_parallel, compile, "
-            "pipeline, eva, eva_f, eva_s; comma-separated."
-        ),
-    ] = "loop,backward,forward,auto",
+    modes: Annotated[str, typer.Option(help=f"Of {', '.join(MODES)}; comma-separated.")] = _DEFAULT_MODES,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate of --optimizer; one that suits it and the model if absent.")
+    ] = None,
+    eva_lr: Annotated[
+        float | None, typer.Option(help="Learning rate of eva, eva_f and eva_s; their own defaults if absent.")
+    ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for report.html, pictures and figures as JSON.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Train the same model on the same data, stock and woven, and compare."""
+    if out is not None:
+        make_folder(out, _FILES)
     from gradweave.compare.figures import save_figures
     from gradweave.compare.report import save_report
     from gradweave.compare.run import compare
 
-    setting = make_setting(model, optimizer, batch, dtype, device, max_norm)
+    setting = make_setting(model, optimizer, batch, dtype, device, max_norm, lr, eva_lr)
     names = [name.strip() for name in modes.split(",")]
-    if max_norm is not None and modes == "loop,backward,forward,auto":
+    if max_norm is not None and modes == _DEFAULT_MODES:
         names.remove("backward")
-    quiet = as_json or not sys.stderr.isatty()
-    with share_done(quiet=quiet) as progress, fits_in_memory(setting):
+    with share_done(quiet=as_json) as progress, fits_in_memory(setting):
         result = compare(setting, names, steps=steps, progress=progress)
-    if out is not None:
-        make_folder(out)
-        save_report(result, save_figures(result, out), out / "report.html")
-        (out / "figures.json").write_text(json.dumps(result.as_dict(), indent=1) + "\n")
+    command = shlex.join(["gradweave", *sys.argv[1:]])
+    # What was measured is shown before anything can go wrong with files.
     if as_json:
-        print(json.dumps(result.as_dict()))
-        return
-    _print(result, f"{setting.workload.name}, {optimizer}, batch {setting.batch}, {dtype}")
+        print(json.dumps({"command": command, **result.as_dict()}, allow_nan=False))
+    else:
+        _print(result)
     if out is not None:
-        typer.echo(f"wrote {out}/report.html")
+        with writing(out):
+            save_report(result, save_figures(result, out), out / "report.html", command)
+            figures = json.dumps({"command": command, **result.as_dict()}, indent=1, allow_nan=False)
+            (out / "figures.json").write_text(f"{figures}\n")
+        if not as_json:
+            typer.echo(f"wrote {out}/report.html")
+    if not result.is_finite:
+        raise typer.Exit(1)
 
 
-def _print(result: Comparison, title: str) -> None:
+def _print(result: Comparison) -> None:
     """A row per mode, what the woven ones do, and the verdict."""
     from gradweave.compare.variants import OTHER_RULES, WOVEN
 
     has_memory = result.setting.device.type == "cuda"
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-    table.title = escape(f"{title}, {result.environment['device']}")
+    table.title = escape(result.title)
     table.add_column("mode", no_wrap=True, min_width=max(len(row.label) for row in result.results))
-    columns = ["ms/step", "F/B/U ms", "per s", *(["memory"] if has_memory else []), "speed-up [95%]", "training"]
+    columns = ["lr", "ms/step", "F/B/U ms", "per s", *(["memory"] if has_memory else []), "speed-up [95%]", "training"]
     rows = [_cells(row, has_memory) for row in result.results]
     for index, column in enumerate(columns):
         width = max(len(column), *(len(cells[index]) for cells in rows))
@@ -97,6 +110,7 @@ def _print(result: Comparison, title: str) -> None:
 def _cells(row: Result, has_memory: bool) -> list[str]:
     ratio = row.speedup
     return [
+        f"{row.learning_rate:g}",
         f"{row.milliseconds[1]:.2f}",
         "/".join(f"{part[1]:.1f}" for part in row.parts.values()) or "all in one",
         f"{row.throughput:.4g}",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gradweave.cli.progress import share_done
 from gradweave.cli.settings import (
     BatchOption,
     DeviceOption,
@@ -18,10 +19,15 @@ from gradweave.cli.settings import (
     fits_in_memory,
     make_folder,
     make_setting,
+    writing,
 )
-from gradweave.cli.tables import print_results, seconds_text, share_done
+from gradweave.cli.tables import print_results, seconds_text
+
+if TYPE_CHECKING:
+    from gradweave.schedule import Timeline
 
 _BLOCKS, _STEPS = 5, 4
+_FILES = ("costs.json", "timelines.png", "predicted-and-measured.png")
 
 
 def plan_command(
@@ -39,6 +45,8 @@ def plan_command(
     On a GPU it is also measured how weight gradients run beside other tasks. On a CPU they have nothing to run
     beside: the figures are what reordering alone can do.
     """
+    if out is not None:
+        make_folder(out, _FILES)
     from gradweave.compare.planned import measure_planned
     from gradweave.compare.run import make_batches
     from gradweave.compare.trial import Trial
@@ -50,7 +58,7 @@ def plan_command(
 
     setting = make_setting(model, optimizer, batch, dtype, device)
     stock = baseline_of(optimizer)
-    with share_done(quiet=not sys.stderr.isatty()) as progress, fits_in_memory(setting):
+    with share_done(quiet=False) as progress, fits_in_memory(setting):
         trial, batches = Trial(stock, stock, setting), make_batches(setting)
         progress("timing stock steps", 0.0)
         trial.run_block(batches, _STEPS, timed=False)
@@ -63,16 +71,32 @@ def plan_command(
     graph = single(costs, steps=2)
     schedules = [plan(graph, policy=policy.name) for policy in policies_for(graph.family)]
     results = [(schedule, schedule.simulate()) for schedule in schedules]
-    if out is not None:
-        make_folder(out)
-        costs.save(out / "costs.json")
-        save_timelines([timeline for _, timeline in results], out / "timelines.png")
-        predicted = {schedule.policy: timeline for schedule, timeline in results}
-        pairs = [(predicted[policy], timeline) for policy, timeline in measured.items()]
-        save_overlay(pairs, out / "predicted-and-measured.png")
-    print_results(graph, results, out)
+    print_results(graph, results, None)
     stock_time, in_order = median(trial.blocks), results[0][1].step_time
     typer.echo(
         f"a stock step took {seconds_text(stock_time)}; its tasks, one after the other, {seconds_text(in_order)} "
         f"({in_order / stock_time - 1:+.0%})"
     )
+    if setting.device.type != "cuda":
+        typer.echo("a CPU has no second stream: equal speed-ups are what there is to expect here, not a fault")
+    if out is not None:
+        with writing(out):
+            costs.save(out / "costs.json")
+            drawn = [_on(setting.device.type, timeline) for _, timeline in results]
+            save_timelines(drawn, out / "timelines.png")
+            predicted = {schedule.policy: timeline for (schedule, _), timeline in zip(results, drawn, strict=True)}
+            pairs = [(predicted[policy], timeline) for policy, timeline in measured.items()]
+            save_overlay(pairs, out / "predicted-and-measured.png")
+        typer.echo(f"wrote {out}")
+
+
+def _on(device: str, timeline: Timeline) -> Timeline:
+    """With lanes named after a CPU where that is what was measured; graphs call every device a GPU."""
+    if device == "cuda":
+        return timeline
+
+    def named(lane: str) -> str:
+        return lane.replace("gpu0", "cpu")
+
+    spans = tuple(span._replace(lane=named(span.lane)) for span in timeline.spans)
+    return replace(timeline, spans=spans, lanes=tuple((named(lane), on) for lane, on in timeline.lanes))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from gradweave.cli.tables import print_results, progress
+from gradweave.cli.progress import progress
+from gradweave.cli.tables import print_results
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.schedule import (
     Costs,
@@ -25,14 +25,26 @@ from gradweave.schedule import (
     save_timelines,
     single,
 )
+from gradweave.schedule.graph import Family
+from gradweave.schedule.networks import NETWORKS
+from gradweave.schedule.picture import check_ending
 from gradweave.schedule.planning import policies_for
 
 simulate_app = typer.Typer(help="Simulate schedules and compare them.", no_args_is_help=True)
 
 _MOST_STEPS = 256
+_MOST_TASKS = 200_000
+"""A policy schedules some ten thousand tasks a second; those that search take longer."""
 
-PolicyOption = Annotated[str, typer.Option("--policy", help='Policies, comma-separated, or "all" that fit.')]
-NetworkOption = Annotated[str, typer.Option(help='A known network, "uniform", or a cost file (.json).')]
+
+def _policy_option(family: Family) -> Any:
+    names = ", ".join(policy.name for policy in policies_for(family))
+    return typer.Option("--policy", help=f'{names}; comma-separated, or "all" that fit.')
+
+
+NetworkOption = Annotated[
+    str, typer.Option(help=f'"uniform" (equal layers), a cost file (.json), or one of {", ".join(NETWORKS)}.')
+]
 LayersOption = Annotated[int | None, typer.Option(help='Number of layers; only with "--network uniform".')]
 BatchOption = Annotated[int | None, typer.Option(help="Samples per micro-batch; only with a known network.")]
 StepsOption = Annotated[int, typer.Option(help="Complete training steps.")]
@@ -46,7 +58,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 @simulate_app.command("single")
 def simulate_single(
-    policy: PolicyOption = "all",
+    policy: Annotated[str, _policy_option(Family.SINGLE)] = "all",
     network: NetworkOption = "densenet121",
     layers: LayersOption = None,
     batch: BatchOption = None,
@@ -57,13 +69,15 @@ def simulate_single(
     as_json: JsonOption = False,
 ) -> None:
     """One device: when weight gradients and updates run."""
-    graph = single(_costs(network, layers, batch, default_batch=32), steps=steps, next_forward=next_forward)
+    costs = _costs(network, layers, batch, default_batch=32)
+    _check_size(costs, steps=steps)
+    graph = single(costs, steps=steps, next_forward=next_forward)
     _simulate(graph, policy, {}, byte_budget, out, as_json)
 
 
 @simulate_app.command("data-parallel")
 def simulate_data_parallel(
-    policy: PolicyOption = "all",
+    policy: Annotated[str, _policy_option(Family.DATA_PARALLEL)] = "all",
     network: NetworkOption = "resnet50",
     layers: LayersOption = None,
     batch: BatchOption = None,
@@ -78,8 +92,10 @@ def simulate_data_parallel(
     as_json: JsonOption = False,
 ) -> None:
     """Replicas that average gradients over a link."""
+    costs = _costs(network, layers, batch, default_batch=64)
+    _check_size(costs, steps=steps)
     graph = data_parallel(
-        _costs(network, layers, batch, default_batch=64),
+        costs,
         replicas=devices,
         link=Link.parse(link),
         steps=steps,
@@ -90,7 +106,7 @@ def simulate_data_parallel(
 
 @simulate_app.command("pipeline")
 def simulate_pipeline(
-    policy: PolicyOption = "all",
+    policy: Annotated[str, _policy_option(Family.PIPELINE)] = "all",
     network: NetworkOption = "uniform",
     layers: LayersOption = None,
     batch: BatchOption = None,
@@ -107,8 +123,10 @@ def simulate_pipeline(
     as_json: JsonOption = False,
 ) -> None:
     """Devices that hold different layers."""
+    costs = _costs(network, layers, batch, default_batch=1)
+    _check_size(costs, steps=steps, microbatches=microbatches)
     graph = pipeline(
-        _costs(network, layers, batch, default_batch=1),
+        costs,
         stages=stages,
         microbatches=microbatches,
         link=Link.parse(link),
@@ -121,7 +139,7 @@ def simulate_pipeline(
 
 @simulate_app.command("daso")
 def simulate_daso(
-    policy: PolicyOption = "ddp,daso",
+    policy: Annotated[str, _policy_option(Family.HIERARCHICAL)] = "ddp,daso",
     network: NetworkOption = "resnet50",
     layers: LayersOption = None,
     batch: BatchOption = None,
@@ -142,13 +160,16 @@ def simulate_daso(
 ) -> None:
     """Nodes of devices: exchange between nodes now and then."""
     costs, between = _costs(network, layers, batch, default_batch=64), Link.parse(link)
+    if steps is None:
+        steps = _steps_to_steady_state(costs, between, nodes, every, wait)
+    _check_size(costs, steps=steps)
     graph = hierarchical(
         costs,
         nodes=nodes,
         local_ranks=local_ranks,
         link=between,
         local_link=Link.parse(local_link),
-        steps=steps or _steps_to_steady_state(costs, between, nodes, every, wait),
+        steps=steps,
         next_forward=next_forward,
     )
     options = {"every": every, "wait": wait, "payload": payload, "bucket_bytes": bucket_bytes, "k": k}
@@ -159,6 +180,8 @@ def _costs(name: str, layers: int | None, batch: int | None, default_batch: int)
     is_file = name.endswith(".json")
     if batch is not None and (name == "uniform" or is_file):
         raise ArgumentError("--batch", batch, f"goes with a known network; {name} has costs of its own")
+    if layers is not None and layers > _MOST_TASKS:
+        raise ArgumentError("--layers", layers, f"give at most {_MOST_TASKS:,}")
     if name == "uniform":
         return Costs.uniform(24 if layers is None else layers)
     if layers is not None:
@@ -166,12 +189,33 @@ def _costs(name: str, layers: int | None, batch: int | None, default_batch: int)
     return Costs.load(name) if is_file else network(name, batch=default_batch if batch is None else batch)
 
 
+def _tasks(costs: Costs, steps: int, microbatches: int) -> int:
+    """About how many tasks a graph has: three of each layer and micro-batch, an update and a message of each layer."""
+    return len(costs.layers) * steps * (3 * microbatches + 2)
+
+
+def _check_size(costs: Costs, *, steps: int, microbatches: int = 1) -> None:
+    """Refuses what would be simulated for hours, before it is even listed."""
+    if _tasks(costs, steps, microbatches) <= _MOST_TASKS:
+        return
+    layers = len(costs.layers)
+    if microbatches > steps:
+        most = (_MOST_TASKS // (layers * max(1, steps)) - 2) // 3
+        argument, value, others = "--microbatches", microbatches, f"{layers} layers and {steps} step(s)"
+    else:
+        most = _MOST_TASKS // (layers * (3 * max(1, microbatches) + 2))
+        argument, value, others = "--steps", steps, f"{layers} layers and {microbatches} micro-batch(es)"
+    limit = f"give at most {most:,}" if most > 0 else "use a network of fewer layers"
+    raise ArgumentError(argument, value, f"is too many tasks to simulate with {others}: {limit}")
+
+
 def _steps_to_steady_state(costs: Costs, link: Link, nodes: int, every: int | None, wait: int | None) -> int:
     """Steps after which exchanges that outrun the link have caught up with their merges."""
     every, wait = 4 if every is None else max(1, every), 1 if wait is None else max(0, wait)
     backlog = link.all_reduce_seconds(costs.parameter_bytes, nodes) / every - costs.compute_seconds
     catching_up = wait * costs.compute_seconds / backlog if backlog > 0 else 0.0
-    return min(_MOST_STEPS, max(12, wait + 3 * every + int(min(catching_up, _MOST_STEPS))))
+    affordable = max(1, _MOST_TASKS // _tasks(costs, 1, 1))
+    return min(_MOST_STEPS, affordable, max(12, wait + 3 * every + int(min(catching_up, _MOST_STEPS))))
 
 
 def _simulate(
@@ -183,6 +227,8 @@ def _simulate(
     as_json: bool,
 ) -> None:
     """Applies each policy with the options it takes, and shows the results side by side."""
+    if out is not None:
+        check_ending(out)
     if byte_budget is not None and byte_budget <= 0:
         raise ArgumentError("--byte-budget", byte_budget, "give a positive number of bytes")
     fitting = {policy.name: policy for policy in policies_for(graph.family)}
@@ -199,7 +245,7 @@ def _simulate(
         given["byte_budget"] = byte_budget
     results: list[tuple[Schedule, Timeline]] = []
     refused: dict[str, GradweaveError] = {}
-    with progress(names, "simulating", quiet=as_json or not sys.stderr.isatty()) as each:
+    with progress(names, "simulating", quiet=as_json) as each:
         for name in each:
             accepted = {option: value for option, value in given.items() if option in fitting[name].options}
             try:

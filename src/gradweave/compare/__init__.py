@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradweave.compare.run import Comparison, compare
+from gradweave.compare.results import Comparison
+from gradweave.compare.run import compare
 from gradweave.compare.variants import MODES
 from gradweave.compare.workloads import WORKLOADS, Workload, find_workload
 

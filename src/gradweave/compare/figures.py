@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from gradweave.compare.run import Comparison
+from gradweave.compare.results import Comparison
 from gradweave.compare.trial import PARTS
 from gradweave.schedule.picture import COLOURS
 from gradweave.schedule.tasks import Kind
-from gradweave.schedule.timeline import save_timelines
+from gradweave.schedule.timeline import Timeline, save_timelines
 
 _PART_COLOURS = {"forward": COLOURS[Kind.F], "backward": COLOURS[Kind.X], "update": COLOURS[Kind.U]}
 _WHOLE_COLOUR = "#999999"
+_MOST_TIMES_LONGER = 2.0
+_FEWEST_STEPS = 2
 
 
 def save_figures(comparison: Comparison, folder: Path) -> list[Path]:
@@ -20,9 +24,28 @@ def save_figures(comparison: Comparison, folder: Path) -> list[Path]:
     _save_bars(comparison, paths[0])
     _save_losses(comparison, paths[1])
     timelines = [trial.timeline for trial in comparison.trials if trial.timeline is not None]
-    save_timelines(timelines, paths[2])
+    save_timelines(_on_one_axis(timelines), paths[2])
     save_timelines(timelines, folder / "timelines.json")
     return paths
+
+
+def _on_one_axis(timelines: Sequence[Timeline]) -> list[Timeline]:
+    """Timelines of which slow ones are cut to their first steps, so that they do not shrink all others."""
+    longest = _MOST_TIMES_LONGER * min(timeline.makespan for timeline in timelines)
+    return [_first_steps(timeline, longest) for timeline in timelines]
+
+
+def _first_steps(timeline: Timeline, seconds: float) -> Timeline:
+    """The steps that end within some seconds, but no fewer than it takes to see one from end to end."""
+    ends: dict[int, float] = {}
+    for span in timeline.spans:
+        ends[span.task.step] = max(ends.get(span.task.step, 0.0), span.end)
+    fitting = max(_FEWEST_STEPS, sum(end <= seconds for end in ends.values()))
+    if fitting >= len(ends):
+        return timeline
+    kept = set(sorted(ends)[:fitting])
+    spans = tuple(span for span in timeline.spans if span.task.step in kept)
+    return replace(timeline, spans=spans, title=f"{timeline.title} (first {fitting} of {len(ends)} steps)")
 
 
 def _save_bars(comparison: Comparison, path: Path) -> None:
@@ -32,15 +55,23 @@ def _save_bars(comparison: Comparison, path: Path) -> None:
     results = comparison.results
     figure = Figure(figsize=(9, 0.55 * len(results) + 1.5), dpi=150, layout="constrained")
     axes = figure.subplots()
+    labelled: set[str] = set()
+
+    def first_label(name: str) -> str | None:
+        if name in labelled:
+            return None
+        labelled.add(name)
+        return name
+
     for row, result in enumerate(results):
         low, middle, high = result.milliseconds
         whole = sum(part[1] for part in result.parts.values()) or 1.0
         left = 0.0
         if not result.parts:
-            axes.barh(row, middle, color=_WHOLE_COLOUR, height=0.7, label="all in one")
+            axes.barh(row, middle, color=_WHOLE_COLOUR, height=0.7, label=first_label("all in one"))
         for part in result.parts:
             width = middle * result.parts[part][1] / whole
-            axes.barh(row, width, left=left, color=_PART_COLOURS[part], height=0.7, label=part if row == 0 else None)
+            axes.barh(row, width, left=left, color=_PART_COLOURS[part], height=0.7, label=first_label(part))
             left += width
         axes.errorbar(middle, row, xerr=[[middle - low], [high - middle]], color="black", capsize=3, linewidth=1)
         text = f"{middle:.3g} ms, {result.speedup.value:.2f}x"
@@ -66,7 +97,7 @@ def _save_losses(comparison: Comparison, path: Path) -> None:
         axes.plot(result.losses, linewidth=1.0 + 1.3 * (count - 1 - number), label=result.label, alpha=0.9)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
-    axes.legend(frameon=False, fontsize=8, ncols=min(4, count))
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path)

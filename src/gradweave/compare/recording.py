@@ -65,13 +65,15 @@ class Recorder:
         return elapsed / 1e3
 
     def timeline(self, title: str) -> Timeline:
-        """What was recorded, with the same track names as the simulator's."""
+        """What was recorded, from the first part on, with the same track names as the simulator's."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         prefix = "gpu0" if self._device.type == "cuda" else "cpu"
         spans: list[Span] = []
+        first = min((self._seconds(begin) for *_, begin, _ in self._parts), default=0.0)
         timed = [
-            (k, lane, step, layer, self._seconds(a), self._seconds(b)) for k, lane, step, layer, a, b in self._parts
+            (kind, lane, step, layer, self._seconds(begin) - first, self._seconds(end) - first)
+            for kind, lane, step, layer, begin, end in self._parts
         ]
         cutting = sorted((a, b, lane) for kind, lane, _, _, a, b in timed if kind in _INNER)
         for kind, lane, step, layer, start, end in timed:

@@ -7,8 +7,9 @@ import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gradweave.compare.run import Comparison, Result
+from gradweave.compare.results import Comparison, Result
 from gradweave.compare.trial import PARTS
+from gradweave.fusion.auto import WORTH_IT
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -19,15 +20,22 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; }
 th, td { padding: .3rem .6rem; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } tr { border-bottom: 1px solid #8884; }
-img { max-width: 100%; background: white; border-radius: 4px; } dt { font-weight: 600; } dd { margin: 0 0 .5rem 1rem; }
+img { max-width: 100%; background: white; border-radius: 4px; } code { overflow-wrap: anywhere; }
+dt { font-weight: 600; } dd { margin: 0 0 .5rem 1rem; }
 """
 _PICTURES = ("Step times", "Training loss", "Measured timelines")
 
 
-def save_report(comparison: Comparison, pictures: Iterable[Path], path: Path) -> None:
-    """Writes the report, its pictures inside."""
-    setting = comparison.setting
-    title = f"{setting.workload.name}, {setting.optimizer}, batch {setting.batch}, {comparison.environment['device']}"
+def save_report(comparison: Comparison, pictures: Iterable[Path], path: Path, command: str = "") -> None:
+    """Writes the report, its pictures inside.
+
+    Args:
+        comparison: What is reported.
+        pictures: Of it, in the order of their headings.
+        path: Of the report.
+        command: That made it, as it was typed.
+    """
+    title = html.escape(comparison.title)
     images = "".join(
         f'<h2>{name}</h2><img alt="{name}" src="data:image/png;base64,{_encoded(picture)}">'
         for name, picture in zip(_PICTURES, pictures, strict=True)
@@ -37,13 +45,36 @@ def save_report(comparison: Comparison, pictures: Iterable[Path], path: Path) ->
         for result in comparison.results
     )
     facts = ", ".join(f"{html.escape(key)} {html.escape(value)}" for key, value in comparison.environment.items())
+    made_by = f"<p><code>{html.escape(command)}</code></p>" if command else ""
     path.write_text(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>gradweave: {html.escape(title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>gradweave: {title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
-        f"<h1>{html.escape(title)}</h1><p class=verdict>{html.escape(comparison.verdict)}</p>"
-        f"{_table(comparison.results)}{images}<h2>What each did</h2><dl>{explained}</dl><p><small>{facts}</small></p>"
-        "</body></html>\n"
+        f"<h1>{title}</h1>{made_by}<p class=verdict>{html.escape(comparison.verdict)}</p>"
+        f"{_table(comparison.results)}<h2>How to read this</h2>{_legend(comparison)}{images}"
+        f"<h2>What each did</h2><dl>{explained}</dl><p><small>{facts}</small></p></body></html>\n"
     )
+
+
+def _legend(comparison: Comparison) -> str:
+    """What the columns mean."""
+    steps, baseline = comparison.steps, comparison.results[0].label
+    lines = [
+        f"Each row is the same training from the same seed, of {steps.total} steps: {steps.settling} to settle, "
+        f"{steps.timed} timed, in turn with the other rows, and {steps.recorded} recorded part by part.",
+        "ms per step: the median of blocks of steps; 20% to 80%: the percentiles of these blocks.",
+        f"speed-up [95%]: against {baseline}, with its 95% interval. Two equal trainings differ too: {baseline} is "
+        "there a second time to show by how much.",
+        f'weights: "same" is bit for bit as {baseline} ended; "7e-03 off" is the largest difference of any weight; '
+        '"loss" is the largest relative difference of the first losses for what takes whole steps, and the last loss '
+        "of what trains by another rule.",
+        "lr: the learning rate, as given or by default; none was tuned for this comparison.",
+    ]
+    if any(result.label == "auto" for result in comparison.results):
+        lines.append(
+            f"auto leaves stock order only for what was at least {1 - WORTH_IT:.0%} faster in the median, and faster "
+            "in every one of its own rounds: a lower time among those that it gives does not decide alone."
+        )
+    return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>"
 
 
 def _encoded(picture: Path) -> str:
@@ -59,10 +90,11 @@ def _table(results: Sequence[Result]) -> str:
         parts = parts or f'<td colspan="{len(PARTS)}">all in one</td>'
         memory = f"<td>{result.peak_bytes / 2**20:.0f} MiB</td>" if result.peak_bytes is not None else ""
         rows.append(
-            f"<tr><td>{html.escape(result.label)}</td><td>{middle:.3f}</td><td>{low:.3f} to {high:.3f}</td>{parts}"
+            f"<tr><td>{html.escape(result.label)}</td><td>{result.learning_rate:g}</td><td>{middle:.3f}</td>"
+            f"<td>{low:.3f} to {high:.3f}</td>{parts}"
             f"<td>{result.throughput:.4g}</td>{memory}<td>{html.escape(str(result.speedup))}</td><td>{result.sameness}</td></tr>"
         )
-    names = ["mode", "ms per step", "20% to 80%", "forward", "backward", "update", "samples/s", *memory_head,
+    names = ["mode", "lr", "ms per step", "20% to 80%", "forward", "backward", "update", "samples/s", *memory_head,
              "speed-up [95%]", "weights"]  # fmt: skip
     head = "".join(f"<th>{name}</th>" for name in names)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from gradweave.compare.model_errors import errors_of_model
 from gradweave.compare.recording import Recorder
-from gradweave.compare.variants import Variant
+from gradweave.compare.variants import OTHER_RULES, STOCK, Variant
 from gradweave.compare.workloads import Workload
+from gradweave.errors import ArgumentError
 from gradweave.schedule.tasks import Kind
 from gradweave.schedule.timeline import Timeline
 
 CPU = torch.device("cpu")
 PARTS = ("forward", "backward", "update")
+_IN_A_STEP = "fails in a training step"
 _KINDS = {Kind.F: "forward", Kind.X: "backward", Kind.W: "backward", Kind.U: "update"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a job is run, the same for all variants."""
+    """How a job is run, the same for all variants.
+
+    Attributes:
+        workload: What is trained.
+        optimizer: By its name.
+        batch: Samples per step that are asked for.
+        device: What it runs on.
+        dtype: Anything but float32 is by autocast.
+        max_norm: What gradients are clipped to.
+        seed: Of weights, data and dropout.
+        lr: The optimizer's learning rate; None for the workload's, or the optimizer's usual one.
+        other_lr: That of modes which train by another rule; None for their own default.
+    """
 
     workload: Workload
     optimizer: str = "adamw"
@@ -31,6 +48,14 @@ class Setting:
     dtype: torch.dtype = torch.float32
     max_norm: float | None = None
     seed: int = 0
+    lr: float | None = None
+    other_lr: float | None = None
+
+    def learning_rate(self, mode: str) -> float | None:
+        """What a mode trains with; None leaves it to the optimizer."""
+        if mode in OTHER_RULES:
+            return self.other_lr
+        return self.workload.learning_rates.get(self.optimizer) if self.lr is None else self.lr
 
 
 @dataclass
@@ -57,13 +82,22 @@ class Trial:
     def __post_init__(self) -> None:
         setting = self.setting
         torch.manual_seed(setting.seed)
-        low_precision = setting.dtype is not torch.float32
-        self.model: nn.Module = setting.workload.make_model().to(setting.device).train()
-        self._autocast = low_precision
-        self.variant = Variant(self.mode, self.model, setting.optimizer, self.loss, setting.max_norm)
+        self._autocast = setting.dtype is not torch.float32
+        name = setting.workload.name
+        with errors_of_model(name, "cannot be built"):
+            self.model: nn.Module = setting.workload.make_model().to(setting.device).train()
+        if not any(p.requires_grad for p in self.model.parameters()):
+            raise ArgumentError("model", name, "has no parameters to train, or all are frozen")
+        rate = setting.learning_rate(self.mode)
+        with self._errors("an optimizer cannot be made for it"):
+            self.variant = Variant(self.mode, self.model, setting.optimizer, self.loss, rate, setting.max_norm)
         self._rng = self._rng_state()
         self._step = 0
         self._pending: list[torch.Tensor] = []
+
+    def _errors(self, what_failed: str) -> AbstractContextManager[None]:
+        """Where torch alone is at work, what fails is the model; elsewhere it may be ours, and is not hidden."""
+        return errors_of_model(self.setting.workload.name, what_failed) if self.mode in STOCK else nullcontext()
 
     def _rng_state(self) -> list[torch.Tensor]:
         device = self.setting.device
@@ -74,8 +108,22 @@ class Trial:
         if len(state) > 1:
             torch.cuda.set_rng_state(state[1], self.setting.device)
 
-    def run_block(self, batches: list[tuple[torch.Tensor, torch.Tensor]], steps: int, *, timed: bool) -> None:
-        """Takes some steps, each variant's random numbers going on where its own last block ended."""
+    def run_block(
+        self,
+        batches: list[tuple[torch.Tensor, torch.Tensor]],
+        steps: int,
+        *,
+        timed: bool,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Takes some steps, each variant's random numbers going on where its own last block ended.
+
+        Args:
+            batches: Taken in turn.
+            steps: How many.
+            timed: Whether they count.
+            advance: Told of steps that are done: of each if they are not timed, else of all at the end.
+        """
         device = self.setting.device
         self._set_rng_state(self._rng)
         before = _allocated(device)
@@ -84,16 +132,19 @@ class Trial:
         synchronize(device)
         began = time.perf_counter()
         for _ in range(steps):
-            self._one_step(batches, None)
+            with self._errors(_IN_A_STEP):
+                self._one_step(batches, None)
+            if not timed:
+                advance(1)
         synchronize(device)
         if timed:
             self.blocks.append((time.perf_counter() - began) / steps)
+            advance(steps)
         if device.type == "cuda" and timed:
             own = torch.cuda.max_memory_allocated(device) - before + self._own_bytes()
             self.peak_bytes = max(self.peak_bytes or 0, own)
         self._rng = self._rng_state()
-        self.losses += [float(loss) for loss in self._pending]
-        self._pending = []
+        self._note_losses()
 
     def record(self, batches: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
         """Takes some steps with their parts timed; they count as training, not towards ``blocks``."""
@@ -108,7 +159,8 @@ class Trial:
         try:
             for number in range(steps):
                 recorder.step = number
-                self._one_step(batches, recorder)
+                with self._errors(_IN_A_STEP):
+                    self._one_step(batches, recorder)
         finally:
             if self.variant.fusion is not None:
                 self.variant.fusion.record(None)
@@ -117,8 +169,7 @@ class Trial:
             if self.variant.whole_step is not None:
                 self.variant.whole_step.record(None)
         self._rng = self._rng_state()
-        self.losses += [float(loss) for loss in self._pending]
-        self._pending = []
+        self._note_losses()
         if self.variant.whole_step is not None:
             title = f"{self.label}, one operation at a time" if self.mode == "compile" else self.label
             self.timeline = recorder.timeline(title)
@@ -130,6 +181,11 @@ class Trial:
             for part in PARTS:
                 own = (span for span in spans if _KINDS[span.task.kind] == part)
                 self.parts[part].append(1e3 * sum(span.end - span.start for span in own))
+
+    def _note_losses(self) -> None:
+        with self._errors(_IN_A_STEP):
+            self.losses += [float(loss) for loss in self._pending]
+        self._pending = []
 
     def _one_step(self, batches: list[tuple[torch.Tensor, torch.Tensor]], recorder: Recorder | None) -> None:
         x, y = batches[self._step % len(batches)]
@@ -162,6 +218,12 @@ class Trial:
         if not self._autocast:
             return nullcontext()
         return torch.autocast(self.setting.device.type, self.setting.dtype)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every loss so far, and every weight, is a number."""
+        weights = (p for p in self.model.parameters() if p.is_floating_point() or p.is_complex())
+        return all(map(math.isfinite, self.losses)) and all(bool(p.isfinite().all()) for p in weights)
 
     def finish(self) -> None:
         """Ends the training; the model's weights are then final."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,14 +20,24 @@ from gradweave.split import Reordering, reorder
 from gradweave.whole_step import Step, compile
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": lambda params, **form: torch.optim.SGD(params, lr=1e-3, momentum=0.9, **form),
-    "adam": lambda params, **form: torch.optim.Adam(params, lr=1e-4, **form),
-    "adamw": lambda params, **form: torch.optim.AdamW(params, lr=1e-4, **form),
-    "adagrad": lambda params, **form: torch.optim.Adagrad(params, lr=1e-3, **form),
-    "rmsprop": lambda params, **form: torch.optim.RMSprop(params, lr=1e-4, **form),
-    "adadelta": lambda params, **form: torch.optim.Adadelta(params, **form),
-    "nadam": lambda params, **form: torch.optim.NAdam(params, lr=1e-4, **form),
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+    "adadelta": torch.optim.Adadelta,
+    "nadam": torch.optim.NAdam,
 }
+LEARNING_RATES = {
+    "sgd": 1e-2,
+    "adam": 1e-3,
+    "adamw": 1e-3,
+    "adagrad": 1e-2,
+    "rmsprop": 3e-4,
+    "adadelta": 1.0,
+    "nadam": 1e-3,
+}
+"""Unless told, or the workload has its own."""
 FUSED_KERNELS = ("sgd", "adam", "adamw")
 """Those with a fused form on the CPU and on CUDA."""
 STOCK = ("loop", "foreach", "fused")
@@ -35,8 +46,8 @@ WOVEN = (*FUSED, "reorder", "daso", "data_parallel")
 """Those that must give the stock weights, bit for bit; the last two, since this is one process."""
 WHOLE = ("compile", "pipeline")
 """Those that take steps as a whole, and must give the stock losses, to rounding."""
-OTHER_RULES: dict[str, Callable[[nn.Module], Optimizer]] = {"eva": Eva, "eva_f": EvaF, "eva_s": EvaS}
-"""Those that are another optimizer, with its defaults: they train otherwise, and are judged by time and loss."""
+OTHER_RULES: dict[str, Callable[..., Optimizer]] = {"eva": Eva, "eva_f": EvaF, "eva_s": EvaS}
+"""Those that are another optimizer: they train otherwise, and are judged by time and loss."""
 MODES = (*STOCK, "hook", *WOVEN, *WHOLE, *OTHER_RULES)
 DESCRIPTIONS = {
     "loop": "stock, one parameter after the other",
@@ -50,9 +61,9 @@ DESCRIPTIONS = {
     "daso": "gradweave: exchanges between nodes; one process has none, and must not be slower for it",
     "data_parallel": "gradweave: averages over ranks; one process has none, and must not be slower for it",
     "compile": "gradweave: forward, backward and update as one compiled graph",
-    "eva": "gradweave: Eva with its defaults in the place of the optimizer",
-    "eva_f": "gradweave: Eva-f with its defaults in the place of the optimizer",
-    "eva_s": "gradweave: Eva-s with its defaults in the place of the optimizer",
+    "eva": "gradweave: Eva in the place of the optimizer, with its defaults but for a learning rate that was given",
+    "eva_f": "gradweave: Eva-f in the place of the optimizer, with its defaults but for a learning rate that was given",
+    "eva_s": "gradweave: Eva-s in the place of the optimizer, with its defaults but for a learning rate that was given",
     "pipeline": "gradweave: two micro-batches through a pipeline; one process has all stages, and nothing to gain",
 }
 
@@ -70,7 +81,8 @@ class Variant:
         model: What is trained.
         optimizer: Of :data:`OPTIMIZERS`.
         objective: Gives the loss of the model on a batch; for those that take whole steps.
-        max_norm: What gradients are clipped to; likewise.
+        lr: Learning rate; None for the optimizer's usual one.
+        max_norm: What gradients are clipped to; for those that take whole steps.
 
     Attributes:
         trained: What is called: the model, or what it is wrapped in.
@@ -82,6 +94,7 @@ class Variant:
         model: nn.Module,
         optimizer: str,
         objective: Callable[..., torch.Tensor],
+        lr: float | None = None,
         max_norm: float | None = None,
     ) -> None:
         if optimizer not in OPTIMIZERS:
@@ -94,17 +107,17 @@ class Variant:
         self.daso: DASO | None = None
         self.whole_step: Step | PipedStep | None = None
         self.trained: nn.Module = model
-        make = OPTIMIZERS[optimizer]
+        make = partial(OPTIMIZERS[optimizer], lr=LEARNING_RATES[optimizer] if lr is None else lr)
         self._hooked: list[Optimizer] = []
         if mode in OTHER_RULES:
-            self.optimizer = OTHER_RULES[mode](model)
+            self.optimizer = OTHER_RULES[mode](model, lr=lr)
         elif mode == "hook":
             self._attach_hooks(model, lambda params: make(params, **_form(baseline_of(optimizer))))
         else:
             form = mode if mode in STOCK else baseline_of(optimizer)
             self.optimizer = make(model.parameters(), **_form(form))
             if mode in FUSED:
-                self.fusion = fuse(model, self.optimizer, mode)
+                self.fusion = fuse(model, self.optimizer, cast(Any, mode))
             elif mode == "reorder":
                 self.reordering = reorder(model)
             elif mode == "daso":
@@ -117,7 +130,7 @@ class Variant:
                 self.whole_step = PipedStep(model, self.optimizer, objective, max_norm)
 
     def _attach_hooks(self, model: nn.Module, make: Callable[[Iterable[nn.Parameter]], Optimizer]) -> None:
-        own = {p: make([p]) for p in model.parameters()}
+        own = {p: make([p]) for p in model.parameters() if p.requires_grad}
         self._hooked = list(own.values())
 
         def step(p: torch.Tensor) -> None:
@@ -132,6 +145,11 @@ class Variant:
     def optimizers(self) -> list[Optimizer]:
         """Every optimizer involved."""
         return self._hooked or [self.optimizer]
+
+    @property
+    def learning_rate(self) -> float:
+        """What it trains with, at first."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
 
     @property
     def clips(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from gradweave.compare.data import digits, images, token_sequences
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.compare.model_errors import described, errors_of_model
+from gradweave.errors import ArgumentError
 from gradweave.zoo import GPT, MLP, Autoencoder, MobileNetV2, ResNet18
 
 _STORED_BATCHES = 8
@@ -26,9 +27,11 @@ class Workload:
     Attributes:
         name: What it is called in tables.
         make_model: Builds the model on the CPU; called under a fixed seed.
-        make_data: Builds batches of inputs and targets from a batch size and a generator.
+        make_data: Builds batches of inputs and targets from a batch size and a generator. The first dimension of
+            the inputs counts the samples.
         loss: From the model's output and the targets.
         default_batch: Batch size unless told.
+        learning_rates: By optimizer, unless told, where the usual ones are far off.
     """
 
     name: str
@@ -36,14 +39,17 @@ class Workload:
     make_data: Callable[[int, torch.Generator], list[tuple[torch.Tensor, torch.Tensor]]]
     loss: Loss
     default_batch: int = 32
+    learning_rates: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 def _cut(
     x: torch.Tensor, y: torch.Tensor, batch: int, generator: torch.Generator
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of shuffled samples, as many as there are whole ones (at least one)."""
+    """Batches of shuffled samples, as many as there are whole ones."""
+    if batch > len(x):
+        raise ArgumentError("--batch", batch, f"there are only {len(x):,} samples; give at most that many")
     order = torch.randperm(len(x), generator=generator)
-    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)] or [order]
+    batches = [order[i : i + batch] for i in range(0, len(order) - batch + 1, batch)]
     return [(x[chosen], y[chosen]) for chosen in batches]
 
 
@@ -85,14 +91,23 @@ def _small_gpt() -> nn.Module:
     return GPT(vocabulary=512, width=128, blocks=4, heads=4, tokens=64)
 
 
+# The best of a coarse grid (half decades) after 166 steps, one seed: defaults that train, not a contest's result.
+_MLP_RATES = {
+    "sgd": 0.1, "adam": 1e-4, "adamw": 1e-4, "nadam": 1e-4, "rmsprop": 1e-4, "adagrad": 1e-2,
+}  # fmt: skip
+_AUTOENCODER_RATES = {
+    "sgd": 0.1, "adam": 3e-3, "adamw": 3e-3, "nadam": 3e-3, "rmsprop": 3e-4, "adagrad": 3e-3, "adadelta": 3.0,
+}  # fmt: skip
+_SMALL_GPT_RATES = {"sgd": 0.1, "adam": 3e-3, "adamw": 3e-3, "nadam": 3e-3}
+
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        Workload("mlp", MLP, _wide_digits, class_loss),
-        Workload("autoencoder", Autoencoder, _digits_to_themselves, _pixel_loss, 64),
+        Workload("mlp", MLP, _wide_digits, class_loss, learning_rates=_MLP_RATES),
+        Workload("autoencoder", Autoencoder, _digits_to_themselves, _pixel_loss, 64, _AUTOENCODER_RATES),
         Workload("mobilenet_v2", MobileNetV2, _images((3, 224, 224), 1000), class_loss),
         Workload("resnet18", ResNet18, _images((3, 224, 224), 1000), class_loss),
-        Workload("gpt_small", _small_gpt, _tokens(64, 512), class_loss, 8),
+        Workload("gpt_small", _small_gpt, _tokens(64, 512), class_loss, 8, _SMALL_GPT_RATES),
         Workload("gpt2", GPT, _tokens(1024, 50304), class_loss, 2),
     )
 }
@@ -110,28 +125,35 @@ def find_workload(name: str) -> Workload:
         known = ", ".join(WORKLOADS)
         remedy = f"use one of {known}; package.module:factory; or torchvision:, timm: or transformers: and a name"
         raise ArgumentError("--model", name, remedy)
+    if home == "transformers":
+        return _from_transformers(name, what)
+    if home in ("torchvision", "timm"):
+        return _from_image_library(name, home, what)
     try:
-        if home == "transformers":
-            return _from_transformers(name, what)
-        if home in ("torchvision", "timm"):
-            return _from_image_library(name, home, what)
-        made = getattr(importlib.import_module(home), what)
-    except ImportError as error:
-        raise ArgumentError("--model", name, f"cannot be imported: {error}") from None
+        made = getattr(_imported(name, home), what)
     except AttributeError:
         raise ArgumentError("--model", name, f"{home} has no {what}") from None
     return _from_factory(name, made)
 
 
+def _imported(name: str, home: str) -> Any:
+    """A module, by its full name; what its own code raises is the user's to know."""
+    if not all(part.isidentifier() for part in home.split(".")):
+        raise ArgumentError("--model", name, f"{home!r} is no module; write package.module:factory")
+    try:
+        with errors_of_model(name, f"{home} fails when imported", "--model"):
+            return importlib.import_module(home)
+    except ArgumentError as error:
+        if isinstance(error.__cause__, ImportError):
+            raise ArgumentError("--model", name, f"cannot be imported: {described(error.__cause__)}") from None
+        raise
+
+
 def _from_factory(name: str, factory: Any) -> Workload:
     if not callable(factory):
         raise ArgumentError("--model", name, "must name something to call without arguments")
-    try:
+    with errors_of_model(name, "failed when called", "--model"):
         made = factory()
-    except GradweaveError:
-        raise
-    except Exception as error:
-        raise ArgumentError("--model", name, f"failed when called: {type(error).__name__}: {error}") from error
     if isinstance(made, Workload):
         return made
     if isinstance(made, nn.Module):
@@ -140,27 +162,26 @@ def _from_factory(name: str, factory: Any) -> Workload:
 
 
 def _classes(name: str, model: nn.Module) -> int:
-    try:
-        with torch.no_grad():
-            return int(model.eval()(torch.zeros(1, 3, 224, 224)).shape[-1])
-    except Exception as error:
-        remedy = (
-            f"does not classify images of 3 x 224 x 224 ({type(error).__name__}: {error}); return a Workload instead"
-        )
-        raise ArgumentError("--model", name, remedy) from error
+    with (
+        errors_of_model(name, "does not classify images of 3 x 224 x 224; return a Workload instead", "--model"),
+        torch.no_grad(),
+    ):
+        return int(model.eval()(torch.zeros(1, 3, 224, 224)).shape[-1])
 
 
 def _from_image_library(name: str, home: str, what: str) -> Workload:
     if home == "timm":
-        timm = importlib.import_module("timm")
+        timm = _imported(name, "timm")
         return _from_factory(name, lambda: timm.create_model(what))
-    models = importlib.import_module("torchvision.models")
+    models = _imported(name, "torchvision.models")
     return _from_factory(name, lambda: models.get_model(what))
 
 
 def _from_transformers(name: str, what: str) -> Workload:
-    transformers = importlib.import_module("transformers")
-    config = transformers.AutoConfig.for_model(what)
+    transformers = _imported(name, "transformers")
+    with errors_of_model(name, "transformers cannot make its configuration", "--model"):
+        config = transformers.AutoConfig.for_model(what)
+        vocabulary = int(config.vocab_size)
 
     class Logits(nn.Module):
         def __init__(self) -> None:
@@ -171,4 +192,4 @@ def _from_transformers(name: str, what: str) -> Workload:
             logits: torch.Tensor = self.model(input_ids=tokens, use_cache=False).logits
             return logits
 
-    return Workload(name, Logits, _tokens(256, config.vocab_size), class_loss, 4)
+    return Workload(name, Logits, _tokens(256, vocabulary), class_loss, 4)

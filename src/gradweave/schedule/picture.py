@@ -135,6 +135,12 @@ def _rows_by_word(timeline: Timeline, lanes: Sequence[str]) -> list[list[Span]]:
     return list(rows.values())
 
 
+def check_ending(path: Path) -> None:
+    """Raises for a file that is neither a picture nor a trace; before the work for it is done."""
+    if path.suffix not in (*SUFFIXES, ".json"):
+        raise ArgumentError("path", str(path), f"end it in {', '.join(SUFFIXES)} (picture) or .json (trace)")
+
+
 def _check(timelines: Sequence[Timeline], path: Path) -> None:
     if path.suffix not in SUFFIXES:
         raise ArgumentError("path", str(path), f"end it in {', '.join(SUFFIXES)} (picture) or .json (trace)")

@@ -62,7 +62,7 @@ class Timeline:
         marks = [ends[step] for step in sorted(ends)]
         if len(marks) > self.period:
             return (marks[-1] - marks[-1 - self.period]) / self.period
-        return self.makespan / max(1, len(marks))
+        return self.makespan / max(1, len(marks) or len({span.task.step for span in self.spans}))
 
     @cached_property
     def busy(self) -> dict[str, float]:
