@@ -238,11 +238,6 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor's memory has been changed in place."""
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows a tensor as a part of another's memory."""
-    return tensor._is_view()
-
-
 def notes_of_node(node: Any) -> dict[Any, Any]:
     """Notes that are kept with a node of autograd, for as long as it lives."""
     notes: dict[Any, Any] = node.metadata

@@ -23,8 +23,9 @@ from gradweave.profile.operations import differentiate, record_operations
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
 from gradweave.unseen import random_numbers_kept
+from gradweave.whole_step.checks import check_step
 from gradweave.whole_step.recording import Mark
-from gradweave.whole_step.step import check_step, compile, placed
+from gradweave.whole_step.step import compile, placed
 
 ROUNDS = 3
 _UPDATES = 5
