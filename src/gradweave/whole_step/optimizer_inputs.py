@@ -184,7 +184,7 @@ class OptimizerInputs:
         for name, value in vars(self.optimizer).items():
             if name not in vars(stand_in) and name != "step":
                 vars(stand_in)[name] = value
-        stand_in._warned_capturable_if_run_uncaptured = True  # type: ignore[attr-defined]
+        stand_in._warned_capturable_if_run_uncaptured = True
         return stand_in
 
     def _check_state(self) -> None:

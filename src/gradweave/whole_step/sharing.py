@@ -33,7 +33,7 @@ def groups_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
     by_memory: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for index, x in enumerate(tensors):
         if x.layout is torch.strided and x.numel():
-            by_memory[memory_of(x)].append((index, x.storage_offset()))
+            by_memory[memory_of(x)].append((index, int(x.storage_offset())))
     return [members for members in by_memory.values() if len(members) > 1]
 
 
