@@ -188,16 +188,18 @@ def check(name, actions):
 LOOPS = given(name=st.sampled_from(sorted(OPTIMIZERS)), actions=st.lists(ACTIONS, min_size=2, max_size=10))
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.timeout(900)
 @LOOPS
 @settings(max_examples=24)
-@pytest.mark.timeout(600)
 def test_random_loops(name, actions):
     check(name, actions)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.timeout(0)
 @LOOPS
 @settings(max_examples=600, derandomize=False)
-@pytest.mark.timeout(0)
 def test_many_random_loops(name, actions):
     check(name, actions)

@@ -104,7 +104,7 @@ def _of_object(value: Any, part: Callable[[Any], Any]) -> Any:
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) and not value.dtype.hasobject:
         return type(value), str(value.dtype), value.shape, value.tobytes()
     attributes = getattr(value, "__dict__", None)
-    if attributes and type(value).__reduce_ex__ is object.__reduce_ex__:  # type: ignore[comparison-overlap]
+    if attributes and getattr(type(value), "__reduce_ex__", None) is object.__reduce_ex__:
         return type(value), part(dict(attributes))
     try:
         reduced = value.__reduce_ex__(2)

@@ -37,6 +37,8 @@ from gradweave.whole_step.recording import Mark
 from gradweave.whole_step.refusals import HookError, NoStateError, NotOneGraphError, RefusedError
 from gradweave.whole_step.trace import Clipping
 
+__all__ = ["Step", "check_step", "compile", "loss_and_more", "placed"]
+
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """What a step is called with: arguments, and those with names."""
 
