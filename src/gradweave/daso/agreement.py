@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import fmean
-from threading import Thread
+from threading import Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
 from gradweave.daso.rhythm import NOTHING_MEASURED, Figures
@@ -30,6 +30,8 @@ _SHORTEST, _LONGEST = 0.001, 0.02
 _ROLL_CALL = 1.5
 """Timeouts that a roll call takes: who waits for a third node hears nothing of the one that is lost for a whole
 timeout, and may have begun later than those that heard of it at once."""
+_LEAVING = 30.0
+"""Most seconds that the host of the store waits at the end for ranks that have not read the last verdict."""
 
 
 class Store(Protocol):
@@ -54,6 +56,7 @@ class Vote:
         holds: Whether the sum still is.
         contributes: Whether what it sent counts.
         done: Whether it has trained all its batches.
+        steps: How many those were.
         state: Size of its optimizer's state.
         figures: What it measured.
     """
@@ -63,6 +66,7 @@ class Vote:
     holds: bool = True
     contributes: bool = True
     done: bool = False
+    steps: int = 0
     state: int = 0
     figures: Figures = NOTHING_MEASURED
 
@@ -79,6 +83,7 @@ class Verdict:
         broken: Node that sent numbers which are not finite, or ``SOUND``, or ``OVERFLOW``.
         figures: Agreed measurements.
         alive: Nodes that go on.
+        steps: The most that a node has trained, of those that are done.
     """
 
     counted: bool
@@ -88,6 +93,7 @@ class Verdict:
     broken: int = SOUND
     figures: Figures = NOTHING_MEASURED
     alive: tuple[int, ...] = ()
+    steps: int = 0
 
     @property
     def sound(self) -> bool:
@@ -97,129 +103,217 @@ class Verdict:
     def as_list(self) -> list[float]:
         """As numbers, for ranks that do not speak with the store."""
         f = self.figures
-        head = [self.counted, self.contributing, self.done, self.state, self.broken]
+        head = [self.counted, self.contributing, self.done, self.state, self.broken, self.steps]
         return [float(x) for x in (*head, f.seconds, f.compute, f.loss, f.lr, f.work, *self.alive)]
 
     @staticmethod
     def from_list(numbers: Sequence[float]) -> Verdict:
         """The inverse of :meth:`as_list`; negative numbers at the end are padding."""
-        counted, contributing, done, state, broken, seconds, compute, loss, lr, work, *alive = numbers
+        counted, contributing, done, state, broken, steps, seconds, compute, loss, lr, work, *alive = numbers
         figures = Figures(seconds, compute, loss, lr, work)
         nodes = tuple(int(node) for node in alive if node >= 0)
-        return Verdict(bool(counted), int(contributing), bool(done), int(state), int(broken), figures, nodes)
+        return Verdict(
+            bool(counted), int(contributing), bool(done), int(state), int(broken), figures, nodes, int(steps)
+        )
+
+
+@dataclass(frozen=True)
+class Members:
+    """Nodes that take part, and how often that has changed."""
+
+    nodes: tuple[int, ...]
+    generation: int = 0
+
+
+class Connections:
+    """Connections to the store, one for each conversation: on a connection, waiting holds up everybody else.
+
+    Args:
+        connect: Makes one.
+        ready: How many to make at once, since making one may take seconds.
+    """
+
+    def __init__(self, connect: Callable[[], Store], *, ready: int = 1) -> None:
+        self._connect = connect
+        self._lock = Lock()
+        self._free = [connect() for _ in range(ready)]
+
+    @contextmanager
+    def one(self) -> Iterator[Store]:
+        """One that is used by nobody else meanwhile."""
+        with self._lock:
+            store = self._free.pop() if self._free else None
+        if store is None:
+            store = self._connect()
+        try:
+            yield store
+        finally:
+            with self._lock:
+                self._free.append(store)
+
+    def close(self) -> None:
+        """Lets go of all that are not in use."""
+        with self._lock:
+            self._free.clear()
 
 
 class Agreement:
     """This node's side of every vote.
 
-    Where the store cannot be reached, a call here may hang for long: make it on a thread of its own, and
-    wait for that no longer than :attr:`patience`.
+    Where the store cannot be reached, a call here may hang for long: have it made by :meth:`ask`.
 
     Args:
-        store: That all nodes reach.
+        stores: Connections to a store that all nodes reach.
         node: Index of this node.
         nodes: Those that take part.
         timeout: Seconds to wait for the others.
     """
 
-    def __init__(self, store: Store, *, node: int, nodes: Sequence[int], timeout: float) -> None:
-        self._store = store
+    def __init__(self, stores: Connections, *, node: int, nodes: Sequence[int], timeout: float) -> None:
+        self._stores = stores
         self._node = node
         self._timeout = timeout
-        self.alive = tuple(nodes)
-        self._generation = 0
+        self._threads: list[Thread] = []
+        self.members = Members(tuple(nodes))
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Nodes that take part at present."""
+        return self.members.nodes
 
     @property
     def patience(self) -> float:
         """Seconds after which a transfer, its vote and a roll call have ended if they ever do."""
         return (2.5 + _ROLL_CALL) * self._timeout
 
-    def vote(self, number: int, vote: Vote) -> Verdict:
-        """Says how exchange ``number`` ended here, and returns what holds for all."""
+    def vote(self, number: int, vote: Vote, members: Members | None = None) -> Verdict:
+        """Says how exchange ``number`` ended here, and returns what holds for all.
+
+        Args:
+            number: Of the exchange.
+            vote: What this node says.
+            members: Those that took part when it was sent, if that may have changed since: two exchanges may be
+                under way, and when both fail nodes must not call the roll in different generations.
+        """
+        members = members or self.members
         key = f"exchange/{number}"
-        with _lost_store():
-            self._store.set(f"{key}/{self._node}", json.dumps(asdict(vote)))
+        with _lost_store(), self._stores.one() as store:
+            store.set(f"{key}/{self._node}", json.dumps(asdict(vote)))
             if not vote.arrived:
-                self._judge(key, Verdict(False))
-            elif self._store.add(f"{key}/votes", 1) == len(self.alive):
-                self._judge(key, self._count(key))
-                self._forget(number - _KEPT)
+                _judge(store, key, Verdict(False))
+            elif store.add(f"{key}/votes", 1) == len(members.nodes):
+                _judge(store, key, _count(store, key, members.nodes))
+                _forget(store, number - _KEPT, members.nodes)
             try:
-                self._store.wait([f"{key}/verdict"], timedelta(seconds=self._timeout))
+                store.wait([f"{key}/verdict"], timedelta(seconds=self._timeout))
             except RuntimeError:
-                self._judge(key, Verdict(False))
-            verdict = json.loads(self._store.get(f"{key}/verdict"))
+                _judge(store, key, Verdict(False))
+            verdict = json.loads(store.get(f"{key}/verdict"))
         verdict["figures"] = Figures(**verdict["figures"])
-        counted = Verdict(**{**verdict, "alive": self.alive})
-        return counted if counted.counted else Verdict(False, alive=self.roll_call()[0])
+        counted = Verdict(**{**verdict, "alive": members.nodes})
+        return counted if counted.counted else Verdict(False, alive=self.roll_call(members=members)[0])
 
-    def _count(self, key: str) -> Verdict:
-        votes = {node: json.loads(self._store.get(f"{key}/{node}")) for node in self.alive}
-        figures = [Figures(**vote["figures"]) for vote in votes.values()]
-        states = {vote["state"] for vote in votes.values()}
-        broken = [node for node, vote in votes.items() if not vote["finite"]]
-        if not broken and not all(vote["holds"] for vote in votes.values()):
-            broken = [OVERFLOW]
-        return Verdict(
-            counted=True,
-            contributing=sum(vote["contributes"] for vote in votes.values()),
-            done=all(vote["done"] for vote in votes.values()),
-            state=states.pop() if len(states) == 1 else -1,
-            broken=broken[0] if broken else SOUND,
-            figures=Figures(
-                # A node that sends early also waits for the last one; what that one sees is the transfer.
-                seconds=_of([f.seconds for f in figures], min),
-                compute=_of([f.compute for f in figures], fmean),
-                loss=_of([f.loss for f in figures], fmean),
-                lr=figures[0].lr,
-                work=_of([f.work for f in figures], fmean),
-            ),
-        )
-
-    def use(self, store: Store) -> None:
+    def use(self, stores: Connections) -> None:
         """Votes from now on where nobody has voted yet."""
-        self._store = store
+        self._stores = stores
 
-    def roll_call(self, step: int = 0, *, timeouts: float = _ROLL_CALL) -> tuple[tuple[int, ...], int]:
+    def roll_call(
+        self, step: int = 0, *, timeouts: float = _ROLL_CALL, members: Members | None = None
+    ) -> tuple[tuple[int, ...], int]:
         """Finds out which nodes are still there, those that answer in time, and the latest step one of them is at."""
-        key = f"generation/{self._generation}"
-        with _lost_store():
-            self._store.set(f"{key}/{self._node}", str(step))
+        members = members or self.members
+        key = f"generation/{members.generation}"
+        with _lost_store(), self._stores.one() as store:
+            store.set(f"{key}/{self._node}", str(step))
 
             def all_here() -> bool:
-                return self._store.check([f"{key}/verdict"]) or self._store.check([f"{key}/{n}" for n in self.alive])
+                return store.check([f"{key}/verdict"]) or store.check([f"{key}/{n}" for n in members.nodes])
 
-            self._wait(all_here, timeouts)
-            here = [node for node in self.alive if self._store.check([f"{key}/{node}"])]
-            latest = max(int(self._store.get(f"{key}/{node}")) for node in here)
-            self._store.compare_set(f"{key}/verdict", "", json.dumps([here, latest]))
-            here, latest = json.loads(self._store.get(f"{key}/verdict"))
+            _wait(all_here, timeouts * self._timeout)
+            here = [node for node in members.nodes if store.check([f"{key}/{node}"])]
+            latest = max(int(store.get(f"{key}/{node}")) for node in here)
+            store.compare_set(f"{key}/verdict", "", json.dumps([here, latest]))
+            here, latest = json.loads(store.get(f"{key}/verdict"))
         return tuple(here), latest
 
     def regrouped(self, alive: Sequence[int]) -> None:
         """Told, on every rank, that from now on these nodes take part."""
-        self.alive = tuple(alive)
-        self._generation += 1
+        self.members = Members(tuple(alive), self.members.generation + 1)
 
-    def _judge(self, key: str, verdict: Verdict) -> None:
-        self._store.compare_set(f"{key}/verdict", "", json.dumps(asdict(verdict)))
+    def leave(self, ranks: int, *, host: bool) -> None:
+        """Tells the rank that hosts the store that this one needs it no more; that one waits for all, but not long.
 
-    def _wait(self, ready: Callable[[], bool], timeouts: float) -> bool:
-        """Polls, for what no single key tells."""
-        deadline, pause = time.monotonic() + timeouts * self._timeout, _SHORTEST
-        while not ready():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
-        return True
+        Args:
+            ranks: How many there are.
+            host: Whether the store may live in this process.
+        """
+        with suppress(RuntimeError), self._stores.one() as store:
+            store.add("left", 1)
+            if host:
+                _wait(lambda: store.add("left", 0) >= ranks, min(self._timeout, _LEAVING))
 
-    def _forget(self, number: int) -> None:
-        names = [*map(str, self.alive), "votes", "verdict"] if number >= 0 else []
-        for name in names:
-            # Not every store can delete.
-            with suppress(RuntimeError):
-                self._store.delete_key(f"exchange/{number}/{name}")
+    def ask(self, question: Callable[[], T], *, name: str) -> Asked[T]:
+        """Asks a question to other nodes on a thread of its own, which is known here for as long as it runs."""
+        asked = Asked(question, patience=self.patience, name=name)
+        self._threads = [*self.busy, asked.thread]
+        return asked
+
+    @property
+    def busy(self) -> list[Thread]:
+        """Threads that still ask."""
+        return [thread for thread in self._threads if thread.is_alive()]
+
+    def close(self) -> None:
+        """Lets go of the store."""
+        self._stores.close()
+
+
+def _judge(store: Store, key: str, verdict: Verdict) -> None:
+    store.compare_set(f"{key}/verdict", "", json.dumps(asdict(verdict)))
+
+
+def _wait(ready: Callable[[], bool], seconds: float) -> bool:
+    """Polls, for what no single key tells."""
+    deadline, pause = time.monotonic() + seconds, _SHORTEST
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST)
+    return True
+
+
+def _forget(store: Store, number: int, nodes: Sequence[int]) -> None:
+    names = [*map(str, nodes), "votes", "verdict"] if number >= 0 else []
+    for name in names:
+        # Not every store can delete.
+        with suppress(RuntimeError):
+            store.delete_key(f"exchange/{number}/{name}")
+
+
+def _count(store: Store, key: str, nodes: Sequence[int]) -> Verdict:
+    votes = {node: json.loads(store.get(f"{key}/{node}")) for node in nodes}
+    figures = [Figures(**vote["figures"]) for vote in votes.values()]
+    states = {vote["state"] for vote in votes.values()}
+    broken = [node for node, vote in votes.items() if not vote["finite"]]
+    if not broken and not all(vote["holds"] for vote in votes.values()):
+        broken = [OVERFLOW]
+    return Verdict(
+        counted=True,
+        contributing=sum(vote["contributes"] for vote in votes.values()),
+        done=all(vote["done"] for vote in votes.values()),
+        state=states.pop() if len(states) == 1 else -1,
+        broken=broken[0] if broken else SOUND,
+        steps=max(vote["steps"] for vote in votes.values()),
+        figures=Figures(
+            # A node that sends early also waits for the last one; what that one sees is the transfer.
+            seconds=_of([f.seconds for f in figures], min),
+            compute=_of([f.compute for f in figures], fmean),
+            loss=_of([f.loss for f in figures], fmean),
+            lr=figures[0].lr,
+            work=_of([f.work for f in figures], fmean),
+        ),
+    )
 
 
 @contextmanager
@@ -245,12 +339,12 @@ class Asked(Generic[T]):
             except Exception as error:
                 self._error = error
 
-        self._thread = Thread(target=ask, name=name, daemon=True)
-        self._thread.start()
+        self.thread = Thread(target=ask, name=name, daemon=True)
+        self.thread.start()
 
     def answer(self) -> T:
         """Waits for it, but not for ever."""
-        self._thread.join(self._patience)
+        self.thread.join(self._patience)
         if self._answer:
             return self._answer[0]
         raise self._error or LostNodeError("the node that hosts the store does not answer")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -15,18 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
 from gradweave.compat.distributed import default_store, part_of_default_store
-from gradweave.compat.eager import copy_all
 from gradweave.daso import checkpoint
-from gradweave.daso.agreement import Agreement
+from gradweave.daso.agreement import Agreement, Connections
+from gradweave.daso.alike import alike, covers_all, declaration, replicas_of_node
+from gradweave.daso.averaging import Averaging
 from gradweave.daso.backward import BackwardWatch
-from gradweave.daso.checks import check, check_same, everything_trained
+from gradweave.daso.checks import check, check_averager, everything_trained, is_wrapped
+from gradweave.daso.ending import Held
 from gradweave.daso.exchange import Exchange, Setup
-from gradweave.daso.layout import Layout, as_real
+from gradweave.daso.layout import Layout
+from gradweave.daso.lending import lend
+from gradweave.daso.losses import Losses
 from gradweave.daso.mates import Call, Mates
 from gradweave.daso.options import Options
 from gradweave.daso.rescue import leaving_a_checkpoint
@@ -35,8 +40,10 @@ from gradweave.daso.rules import DeltaRule, PaperRule
 from gradweave.daso.scaling import LossScale
 from gradweave.daso.topology import Groups, Topology
 from gradweave.daso.transfer import chunks
-from gradweave.errors import GradweaveError
+from gradweave.errors import GradweaveError, LostNodeError
 from gradweave.marks import mark_daso
+from gradweave.optimizers import without_wrapper
+from gradweave.replicas import Averager, Lookout
 from gradweave.schedule import Timeline, save_timelines
 
 
@@ -92,44 +99,83 @@ class DASO:
         scaler: torch.amp.GradScaler | None = None,
         rhythm: Iterable[tuple[int, int, int]] | None = None,
     ) -> None:
-        self._options = Options(
-            mode=mode, every=every, wait=wait, pace=pace, warm_up=warm_up, cool_down=cool_down, total=total,
-            payload=payload, on_failure=on_failure, timeout=timeout, checkpoint_dir=Path(checkpoint_dir),
-            rhythm=None if rhythm is None else tuple(rhythm),
-        )  # fmt: skip
-        self._topology = Topology.of(mesh)
-        check(model, optimizer, self._topology)
+        optimizer = without_wrapper(optimizer)
+        self._averages = average_gradients and not is_wrapped(model)
+        with alike(None, alone=not covers_all(mesh)) as own:
+            self._options = Options(
+                mode=mode, every=every, wait=wait, pace=pace, warm_up=warm_up, cool_down=cool_down, total=total,
+                payload=payload, on_failure=on_failure, timeout=timeout, checkpoint_dir=Path(checkpoint_dir),
+                rhythm=None if rhythm is None else tuple(rhythm),
+            )  # fmt: skip
+            self._topology = Topology.of(mesh)
+            check(model, optimizer, self._topology, averages=self._averages)
+            own["mesh"] = str(self._topology.ranks)
         self._model = model
         self._optimizer = optimizer
-        self._averages = average_gradients and not isinstance(model, DistributedDataParallel)
         self._detached = False
         self._pending = False
         self._stepping = False
         self._steps = 0
-        self._losses: list[torch.Tensor] = []
-        self._loss = math.nan
+        self._losses = Losses()
         self._device = next((p.device for p in self._params()), torch.device("cpu"))
         self._scale = LossScale(scaler, self._device)
-        self._groups = Groups(
-            self._topology, self._device, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
-        )
-        check_same(self._params(), self._topology, self._groups)
-        self._mates = Mates(self._topology, self._groups)
-        self._known = {id(p) for p in self._params()}
-        self._weights = Layout(p for p in self._params() if p.requires_grad)
-        self._exchange = self._make_exchange()
-        self.share_from_first_rank()
-        mark_daso(optimizer, self)
-        self._watch = BackwardWatch(self._backward_ended)
-        self._watch.refresh(self._params())
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._step_begins),
-            optimizer.register_step_post_hook(self._step_ended),
-        ]
+        with ExitStack() as undo:
+            self._attach(undo)
+            # Last, since it is what cannot be undone.
+            self.share_from_first_rank()
+            self._undo = undo.pop_all()
         if self._topology.nodes == 1:
             places = self._topology.places
             what = f"gradients are averaged over its {places} ranks" if places > 1 else "training stays as it is"
-            announce(f"one node: there is nothing to exchange, and {what}")
+            message = f"DASO: one node: there is nothing to exchange, and {what}; for nodes of your own give a mesh"
+            announce(message, level=logging.WARNING)
+
+    def _attach(self, undo: ExitStack) -> None:
+        """Makes and hooks all there is.
+
+        Args:
+            undo: Told of each part how it is taken off again, now if a later one fails, or by :meth:`detach`.
+        """
+        model, optimizer, topology = self._model, self._optimizer, self._topology
+        self._groups = groups = Groups(
+            topology, self._device, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
+        )
+        # Where neither finish() nor detach() is called: before the interpreter goes down.
+        held = Held(groups)
+        undo.callback(weakref.finalize(self, held.end))
+        with alike(groups.everyone, alone=groups.everyone is None) as own:
+            self._lends = lend(optimizer, groups.mates, undo)
+            own |= declaration(
+                self._options,
+                optimizer,
+                self._params(),
+                self._buffers(),
+                averages=self._averages,
+                scales=self._scale.used,
+            )
+        self._mates = Mates(topology, groups)
+        self._known = {id(p) for p in self._params()}
+        self._weights = Layout(p for p in self._params() if p.requires_grad)
+        self._exchange = self._make_exchange()
+        held.agreement = self._agreement
+        self._averaging = Averaging(self._exchange, self._mates, self._weights, ours=self._averages)
+        self._replicas = replicas_of_node(model, optimizer, self._weights, groups.mates)
+        self._watch = BackwardWatch(self._backward_ended)
+        undo.callback(self._watch.detach)
+        self._watch.refresh(self._params())
+        undo.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
+        undo.callback(optimizer.register_step_post_hook(self._step_ended).remove)
+        undo.callback(Lookout(model, self._found).close)
+        mark_daso(optimizer, self)
+        undo.callback(mark_daso, optimizer, None)
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Running statistics, by name."""
+        return [(name, b) for name, b in self._model.named_buffers() if _is_running(name)]
+
+    def _found(self, averager: Averager) -> None:
+        """Told by the lookout what else averages."""
+        check_averager(averager, self._topology, averages=self._averages)
 
     def _make_exchange(self) -> Exchange:
         options, topology = self._options, self._topology
@@ -138,29 +184,32 @@ class DASO:
             rule=PaperRule() if paper else DeltaRule(),
             payload=None if options.payload == "float32" else getattr(torch, options.payload),
             weights=self._weights,
-            buffers=Layout(b for name, b in self._model.named_buffers() if _is_running(name)),
+            buffers=Layout(b for _, b in self._buffers()),
             state=self._optimizer_state,
             scaling=self._scale.layout,
             settled=self._scale.settled,
             lr=lambda: float(self._optimizer.param_groups[0].get("lr", math.nan)),
             continues=options.on_failure == "continue",
-            averages_gradients=self._averages and not paper,
+            # Vectors that are lent a group are the node's own: with gradients of all nodes, weights would differ.
+            averages_gradients=self._averages and not paper and not self._lends,
         )
         agreement = self._agreement = Agreement(
-            self._store(), node=topology.node, nodes=range(topology.nodes), timeout=options.timeout
+            self._stores(), node=topology.node, nodes=range(topology.nodes), timeout=options.timeout
         )
         rhythm = PaperRhythm(options) if paper else Rhythm(options)
         exchange = Exchange(setup, topology, self._groups, self._mates, agreement, rhythm)
-        exchange.loss = self._take_loss
+        exchange.loss = self._losses.take
         return exchange
 
-    def _store(self) -> Any:
-        """A part of the common store that no other DASO uses."""
-        if self._groups.everyone is None:
-            return None
+    def _stores(self) -> Connections:
+        """Connections to a part of the common store that no other DASO uses."""
+        if self._groups.everyone is None or self._groups.across is None:
+            return Connections(default_store, ready=0)
         box = [default_store().add("gradweave-daso", 1) if self._is_first else 0]
         dist.broadcast_object_list(box, self._topology.ranks[0][0], group=self._groups.everyone)
-        return part_of_default_store(f"gradweave-daso-{box[0]}")
+        # With one rank per node and the published rules, that one carries two exchanges at a time.
+        both = self._options.mode == "paper" and self._topology.places == 1
+        return Connections(lambda: part_of_default_store(f"gradweave-daso-{box[0]}"), ready=2 if both else 1)
 
     @property
     def _is_first(self) -> bool:
@@ -203,9 +252,20 @@ class DASO:
             params = self._params()
             self._watch.refresh(params)
             self._take_in(params)
-            self._average(params, self._watch.take_fresh(params))
+            self._averaging.average(params, self._watch.take_fresh(params), self._steps)
+            self._compare()
         self._watch.remember(self._weights.tensors)
         self._pending = True
+
+    def _compare(self) -> None:
+        """Now and then, whether the ranks of this node still have the same weights."""
+        if self._mates.uneven and self._lends:
+            raise GradweaveError(
+                f"{type(self._optimizer).__name__} averages over the ranks of a node in each step, and one of them has "
+                "run out of batches; give all ranks of a node as many"
+            )
+        if self._replicas is not None and not self._mates.uneven and self._averages:
+            self._replicas.check_now_and_then()
 
     def _take_in(self, params: Sequence[torch.Tensor]) -> None:
         """Parameters that are trained from now on; those that were not there at the start must become the same."""
@@ -219,41 +279,6 @@ class DASO:
             self._exchange.share_new(new, self._steps)
         if self._weights.extend(p for p in params if p.requires_grad):
             self._exchange.extended()
-
-    @torch.no_grad()
-    def _average(self, params: Sequence[torch.Tensor], flags: Sequence[int]) -> None:
-        """Averages gradients over the ranks that train: of the node, or of all while nodes stay together.
-
-        Args:
-            params: All there are, trained or not.
-            flags: For each of them, whether it has a new gradient.
-        """
-        across = self._exchange.averages_gradients(self._steps)
-        if not self._averages or (self._mates.alone and not across):
-            return
-        pool, active = self._exchange.pool, 1
-        vectors = self._weights.pack([p.grad for p in self._weights.tensors], pool=pool)
-        if not self._mates.alone:
-            met = self._mates.gather(Call.BACKWARD, self._steps, flags, vectors, active=True)
-            flags, active = met.flags, len(met.active)
-        if across:
-            flags, active = self._average_across(vectors, flags, active)
-        fresh = {id(p) for p, flag in zip(params, flags, strict=True) if flag}
-        averaged = [pair for pair in zip(self._weights.tensors, self._weights.views(vectors), strict=True)
-                    if id(pair[0]) in fresh]  # fmt: skip
-        for vector in vectors:
-            vector.div_(active)
-        for p, _ in averaged:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        copy_all([as_real(p.grad) for p, _ in averaged if p.grad is not None], [mean for _, mean in averaged])
-        pool.give(vectors)
-
-    def _average_across(
-        self, vectors: list[torch.Tensor], flags: Sequence[int], active: int
-    ) -> tuple[Sequence[int], int]:
-        """Sums over nodes too; where one is lost on the way, the node's own sum stands."""
-        sums = self._exchange.average(vectors, [active, *flags], self._steps)
-        return (flags, active) if sums is None else ([round(flag) for flag in sums[1:]], round(sums[0]))
 
     def _step_begins(self, *_: Any) -> None:
         if not self._pending and self._watch.notice(self._params()) and self._moves():
@@ -280,8 +305,12 @@ class DASO:
         self._exchange.record.stepped()
         with self._leaving_a_checkpoint():
             step = self._steps
-            if self._mates.uneven and self._exchange.involves_mates(step):
+            involved = self._exchange.involves_mates(step)
+            if self._mates.uneven and involved:
                 self._mates.gather(Call.TICK, step, self._no_flags(), [], active=True)
+            if self._replicas is not None and involved and not self._averages:
+                # Only here is it known that all ranks of the node come.
+                self._replicas.check_now_and_then()
             self._steps += 1
             self._exchange.perform(step)
 
@@ -297,28 +326,22 @@ class DASO:
     def observe(self, loss: torch.Tensor) -> None:
         """Tells the loss of a batch, for ``pace="plateau"``; each exchange looks at the mean since the last."""
         if not self._exchange.alone:
-            self._losses.append(loss.detach())
+            self._losses.add(loss)
 
     def epoch_end(self, loss: torch.Tensor | float | None = None) -> None:
         """Tells that an epoch has ended, and its mean loss on this rank; in paper mode all ranks must call it."""
         if loss is not None:
-            self._loss = float(loss)
+            self._losses.epoch = float(loss)
         if self._options.mode == "paper":
             if self._pending:
                 self._tick()
             with self._leaving_a_checkpoint():
                 if not self._mates.alone:
-                    loss_sum = torch.tensor([self._loss], dtype=torch.float64)
+                    loss_sum = torch.tensor([self._losses.epoch], dtype=torch.float64)
                     self._mates.sum_up_numbers(loss_sum, self._steps)
-                    self._loss = float(loss_sum) / self._topology.places
+                    self._losses.epoch = float(loss_sum) / self._topology.places
                 self._exchange.border(self._steps)
         self._exchange.record.paused()
-
-    def _take_loss(self) -> float:
-        loss, self._loss = self._loss, math.nan
-        if self._losses:
-            loss, self._losses = float(torch.stack(self._losses).float().mean()), []
-        return loss
 
     @property
     def steps(self) -> int:
@@ -354,7 +377,17 @@ class DASO:
                 self._tick()
             self._wait_for_mates()
             self._wait_for_nodes()
+            self._leave()
         self.detach()
+
+    def _leave(self) -> None:
+        """Does not let the store's host go before all others have read the last verdict."""
+        if self._exchange.alone:
+            return
+        ranks = len(self._agreement.alive) * self._topology.places
+        call = partial(self._agreement.leave, ranks, host=self._topology.rank == 0)
+        with suppress(LostNodeError):
+            self._agreement.ask(call, name="gradweave leave").answer()
 
     def _wait_for_mates(self) -> None:
         """Stands by, without gradients of its own, until no rank of the node has batches left."""
@@ -363,12 +396,13 @@ class DASO:
             met = self._mates.gather(Call.LEAVE, self._steps, self._no_flags(), vectors, active=False)
             if met.call is Call.LEAVE:
                 break
+            self._compare()
             self._steps = met.step
             if met.call is Call.TICK:
                 self._exchange.perform(met.step)
                 self._steps += 1
             elif self._exchange.averages_gradients(met.step):
-                self._average_across(vectors, met.flags, len(met.active))
+                self._averaging.across(vectors, met.flags, len(met.active), met.step)
         if self._mates.uneven:
             self._take_from(self._mates.active[0])
         self._mates.active = tuple(range(self._topology.places))
@@ -388,7 +422,9 @@ class DASO:
     def _wait_for_nodes(self) -> None:
         """Takes part in the steps of nodes that still train, without any of its own."""
         exchange = self._exchange
-        exchange.done = True
+        if exchange.alone:
+            self._exchange.same_statistics(self._steps)
+        exchange.done, exchange.trained = True, self._steps
         while not (exchange.alone or exchange.all_done):
             if exchange.averages_gradients(self._steps):
                 vectors = self._weights.zeros()
@@ -399,16 +435,14 @@ class DASO:
             exchange.perform(self._steps)
             self._steps += 1
         exchange.settle(self._steps, final=True)
+        self._steps = exchange.trained
 
     def detach(self) -> None:
         """Lets go at once: what is under way is dropped, and each node keeps its weights."""
         if self._detached:
             return
         self._detached = True
-        self._watch.detach()
-        for hook in self._hooks:
-            hook.remove()
-        mark_daso(self._optimizer, None)
+        self._undo.close()
 
     def __enter__(self) -> DASO:
         return self
@@ -442,7 +476,7 @@ class DASO:
         """
         fits = checkpoint.fits(state, self._topology, self._groups)
         self._steps, self._pending = state["steps"], state["pending"]
-        self._agreement.use(self._store())
+        self._agreement.use(self._stores())
         if fits:
             checkpoint.check_weights(state, self._params())
             checkpoint.load(self._exchange, state, self._params(), self._weights)

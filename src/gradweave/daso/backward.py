@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -32,8 +33,16 @@ class BackwardWatch:
     def refresh(self, params: Iterable[torch.Tensor]) -> bool:
         """Watches those that have come in since; says whether one of them has a gradient already."""
         new = [p for p in params if p.requires_grad and id(p) not in self._hooks]
+        # Autograd holds on to hooks in a way that garbage collection cannot see through.
+        this = weakref.ref(self)
+
+        def accumulated(p: torch.Tensor) -> None:
+            watch = this()
+            if watch is not None:
+                watch._accumulated(p)
+
         for p in new:
-            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._accumulated)
+            self._hooks[id(p)] = p.register_post_accumulate_grad_hook(accumulated)
         late = [p for p in new if p.grad is not None]
         self._fresh.update(id(p) for p in late)
         return bool(late)

@@ -10,15 +10,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradweave.compat.distributed import is_distributed_tensor
-from gradweave.daso.topology import Groups, Topology
+from gradweave.compat.distributed import ddp_parameters, is_distributed_tensor
+from gradweave.daso.topology import Topology
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused
 from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.replicas import Averager, averager_inside
 
 
-def check(model: nn.Module, optimizer: Optimizer, topology: Topology) -> None:
-    """Raises what a user must change."""
+def check(model: nn.Module, optimizer: Optimizer, topology: Topology, *, averages: bool) -> None:
+    """Raises what a user must change.
+
+    Args:
+        model: The user's.
+        optimizer: The user's.
+        topology: Where ranks are.
+        averages: Whether DASO averages gradients inside the node, and not a wrapper.
+    """
     check_is_module(model)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
@@ -46,30 +54,33 @@ def check(model: nn.Module, optimizer: Optimizer, topology: Topology) -> None:
     for module in model.modules():
         if isinstance(module, nn.DataParallel):
             raise ArgumentError("model", "DataParallel", "run one process per device, under torchrun")
-        if isinstance(module, DistributedDataParallel):
-            _check_wrapper(module, topology)
+    inside = averager_inside(model)
+    if inside is not None:
+        check_averager(inside, topology, averages=averages)
 
 
-def _check_wrapper(wrapper: DistributedDataParallel, topology: Topology) -> None:
-    ranks = dist.get_process_group_ranks(wrapper.process_group)
-    own = topology.ranks[topology.node]
-    if sorted(ranks) != sorted(own):
-        remedy = f'averages over ranks {ranks}; give it process_group=mesh.get_group("local"), here ranks {list(own)}'
-        raise ArgumentError("model", "DistributedDataParallel", remedy)
+def is_wrapped(model: object) -> bool:
+    """Whether a DistributedDataParallel averages all gradients of a model that is given with it."""
+    if not isinstance(model, nn.Module):
+        return False
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return any(trained <= {id(p) for p in ddp_parameters(wrapper)} for wrapper in wrappers)
 
 
-def check_same(params: list[torch.Tensor], topology: Topology, groups: Groups) -> None:
-    """All ranks must have the same parameters, or exchanges would mix them up."""
-    if groups.everyone is None:
-        return
-    own = [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params]
-    all_of_them: list[object] = [None] * dist.get_world_size(groups.everyone)
-    dist.all_gather_object(all_of_them, own, group=groups.everyone)
-    ranks = list(chain(*topology.ranks))
-    for rank, theirs in zip(ranks, all_of_them, strict=True):
-        if theirs != all_of_them[0]:
-            remedy = f"has other shapes, dtypes or frozen parameters on rank {rank} than on rank {ranks[0]}"
-            raise ArgumentError("model", f"{len(own)} parameters on rank {topology.rank}", remedy)
+def check_averager(found: Averager, topology: Topology, *, averages: bool) -> None:
+    """Raises for a wrapper that averages gradients too, unless it does so inside the node, in our place."""
+    ranks = sorted(dist.get_process_group_ranks(found.group)) if found.group is not None else None
+    own = sorted(topology.ranks[topology.node])
+    if ranks is None or not (len(ranks) == 1 or (ranks == own and not averages)):
+        over = f"over ranks {ranks}" if ranks is not None else "or shards the model"
+        instead = 'DistributedDataParallel(model, process_group=mesh.get_group("local"))'
+        remedy = (
+            f"averages gradients already, {over}, so that nodes would not be apart; give DASO the model as it is and "
+            "run that one (Accelerate: prepare() without the model; Lightning: no ddp strategy), or wrap it beforehand "
+            f"in {instead}, here ranks {own}, and give DASO that"
+        )
+        raise ArgumentError("model", found.name, remedy)
 
 
 def everything_trained(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradweave.announce import announce
-from gradweave.daso.agreement import Agreement, Asked, Verdict, Vote
+from gradweave.daso.agreement import Agreement, Verdict, Vote
 from gradweave.daso.failures import stopped, who_is_lost, why_to_stop
 from gradweave.daso.layout import Layout, Pool, Vectors
 from gradweave.daso.mates import Mates
@@ -109,8 +109,12 @@ class Exchange:
         self.done = False
         """Whether this node has no batches left; it then takes part without holding anybody up."""
         self.all_done = False
+        self.trained = 0
+        """Steps that this node has trained, once it has no batches left; behind the end, the most that one has."""
         self._idle = False
         """Whether this node, which is done, has sent what it had."""
+        self._told = False
+        """Whether the user knows that training waits for exchanges."""
         self._from_step = 0
         """Where a node was lost, nodes may be a step apart: none averages gradients before this one."""
         self._behind = False
@@ -168,7 +172,7 @@ class Exchange:
             self.flight, self.next_send = new, step + self.rhythm.every
             if flight is not None and due and rule.sends_first:
                 self._merge(flight, step)
-            if wait == 0 or self.done:
+            if self.flight is new and (wait == 0 or self.done):
                 self._land(new, step)
         elif flight is not None and due and rule.sends_first:
             self._land(flight, step)
@@ -201,7 +205,7 @@ class Exchange:
         figures = Figures(record.vote_seconds, record.step_seconds, self.loss(), self._setup.lr(), record.work)
         if flight.place == self._topology.place and self._groups.across is not None:
             size = -1 if self._mates.uneven else self._setup.state().numel
-            vote = Vote(True, contributes=counts, done=self.done, state=size, figures=figures)
+            vote = Vote(True, contributes=counts, done=self.done, steps=self.trained, state=size, figures=figures)
             self.record.sent(sum(v.nbytes for v in flight.sent), len(self._agreement.alive))
             flight.transfer = Transfer(
                 flight.number, flight.sent, self._groups.across, self._agreement, vote, self.pool
@@ -216,7 +220,14 @@ class Exchange:
             self._idle = self.done
             self.record.merged()
             self.all_done = verdict.done
+            self.trained = max(self.trained, verdict.steps)
             self.rhythm.merged(flight.number, verdict.figures)
+            if self.rhythm.waits and not self._told:
+                self._told = True
+                what = f"an exchange between nodes takes about as long as {self.rhythm.waits} steps"
+                then = f"training waits for it after {self.rhythm.wait}"
+                why = "nodes do not stay apart for longer unless asked to; give every= to allow it"
+                announce(f"{what}, and {then}: {why}", level=logging.WARNING)
             if flight.number == self.number - 1:
                 # Not before it was due: a node that is done merges at once, and must not run ahead for that.
                 self.next_send = max(flight.sent_at + self.rhythm.every, flight.due)
@@ -263,6 +274,12 @@ class Exchange:
         if flight.transfer is not None:
             self.record.arrived(flight.transfer, step - flight.sent_at)
         return verdict, total
+
+    def same_statistics(self, step: int) -> None:
+        """Makes running statistics the mean of the node's ranks, where no other node has part in them."""
+        vectors = self._setup.buffers.pack()
+        self._mates.sum_up(vectors, step)
+        self._setup.buffers.store([vector.div_(self._topology.places) for vector in vectors])
 
     def settle(self, step: int, *, final: bool = False) -> None:
         """Makes weights, statistics and optimizer state the same on all nodes, bit for bit."""
@@ -316,8 +333,7 @@ class Exchange:
                 try:
                     # Others may have had the sum, and notice only in their next step.
                     call = partial(self._agreement.roll_call, step, timeouts=2)
-                    asked = Asked(call, patience=self._agreement.patience, name="gradweave roll call")
-                    here, latest = asked.answer()
+                    here, latest = self._agreement.ask(call, name="gradweave roll call").answer()
                     alive = [float(latest), *map(float, here)]
                 except LostNodeError:
                     alive = [float(step)]
@@ -397,6 +413,9 @@ class Exchange:
             raise stopped(ranks, step)
         announce(f"{who_is_lost(ranks, step)}: {len(verdict.alive)} nodes go on", level=logging.WARNING)
         self._agreement.regrouped(verdict.alive)
+        # With the published rules another one may be under way, sent among nodes that are no longer the same. Nobody
+        # merges it: all have sent it by now, and a second failure would have nodes call the roll twice.
+        self.flight = None
         try:
             self._groups.regroup(verdict.alive)
         except RuntimeError as failed:

@@ -17,6 +17,9 @@ _FIRST = 4
 _KEEP = 0.25
 """How far below the next whole step a transfer must fall before waiting is shortened."""
 _MOST_EVERY = 256
+_MOST_UNASKED = 16
+"""Steps between exchanges, and until a merge, that measured times alone lead to: what nodes do apart for longer may be
+worth less, and on a busy machine transfers seem longer the longer they are given."""
 _SPARE = 0.2
 """Steps more than a transfer takes as a rule, since some take longer."""
 _STALL = 4.0
@@ -87,6 +90,7 @@ class Rhythm:
         every: Steps from one exchange to the next.
         wait: Steps from an exchange to its merge.
         changes: Exchange from which on, ``every`` and ``wait``: the record that replays a run.
+        waits: Steps that a transfer takes, where they are more than is waited unasked; training then stands still.
     """
 
     options: Options
@@ -96,6 +100,7 @@ class Rhythm:
     plateau: Plateau = field(default_factory=Plateau)
     ratio: float = math.nan
     work: float = math.nan
+    waits: int = 0
     peak_lr: float = 0.0
     slack: int = 1
     epoch: int = 0
@@ -143,13 +148,16 @@ class Rhythm:
         """Whole steps that the transfer takes; fewer than now only if clearly so."""
         if not figures.compute > 0:
             return self.wait
-        now = figures.seconds / figures.compute
+        given, now = self.options, figures.seconds / figures.compute
         # One that took many times as long as usual is a stall, not the network.
         self.ratio = now if math.isnan(self.ratio) else (self.ratio + min(now, _STALL * max(self.ratio, 1.0))) / 2
         needed = self.ratio + _SPARE
         if self.wait - 1 - _KEEP < needed <= self.wait and self.changes[-1][0] > 0:
+            self.waits = 0
             return self.wait
-        return max(1, min(_MOST_EVERY, math.ceil(needed)))
+        steps, most = max(1, math.ceil(needed)), _MOST_UNASKED if given.every is None else _MOST_EVERY
+        self.waits = steps if steps > most else 0
+        return min(most, steps)
 
     def _steps_of_work(self, figures: Figures) -> int:
         """Steps among which the work of an exchange is to be spread."""
@@ -158,7 +166,8 @@ class Rhythm:
             return 1
         self.work = share if math.isnan(self.work) else (self.work + share) / 2
         needed = self.work / _MOST_WORK
-        return self.every if self.every - 1 - _KEEP < needed <= self.every else math.ceil(needed)
+        now = min(self.every, _MOST_UNASKED)
+        return now if now - 1 - _KEEP < needed <= now else min(_MOST_UNASKED, math.ceil(needed))
 
     def _spread(self, least: int, figures: Figures) -> int:
         """Steps between exchanges, at least as many as a transfer takes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradweave.compat.distributed import group_count
 from gradweave.errors import ArgumentError
 
 DIMENSIONS = ("node", "local")
@@ -98,50 +98,60 @@ class Groups:
         self._timeout = timeout
         self._backend = "gloo" if device.type == "cpu" else None
         everyone = tuple(rank for members in topology.ranks for rank in members)
-        self._alone_suffices = len(everyone) > 1 and _counts_agree(everyone)
+        self._world = len(everyone) > 1 and len(everyone) == dist.get_world_size()
+        """Whether all ranks there are make these groups: torch counts them, so that no name comes twice."""
+        self._counted: list[ProcessGroup] = []
         self.everyone: ProcessGroup | None = None
         self.mates: ProcessGroup | None = None
         self.control: ProcessGroup | None = None
         self.across: ProcessGroup | None = None
-        if len(everyone) > 1:
-            self.everyone = self._new([everyone], node_timeout)
-        if topology.places > 1:
-            self.mates = self._new(topology.ranks, node_timeout)
-            self.control = self.mates
-            if self._backend is None and dist.get_backend(self.mates) != "gloo":
-                self.control = self._new(topology.ranks, node_timeout, backend="gloo")
-        if topology.nodes > 1:
-            self.across = self._new(list(zip(*topology.ranks, strict=True)), timeout)
+        try:
+            if len(everyone) > 1:
+                self.everyone = self._new([everyone], node_timeout)
+            if topology.places > 1:
+                self.mates = self._new(topology.ranks, node_timeout)
+                self.control = self.mates
+                if self._backend is None and dist.get_backend(self.mates) != "gloo":
+                    self.control = self._new(topology.ranks, node_timeout, backend="gloo")
+            if topology.nodes > 1:
+                self.across = self._new(list(zip(*topology.ranks, strict=True)), timeout)
+        except BaseException:
+            self.close()
+            raise
 
     def regroup(self, nodes: Sequence[int]) -> None:
         """Makes the group between nodes anew, of those that are alive; only these take part."""
         self.across = None
-        self._alone_suffices = True
+        self._world = False
         if len(nodes) > 1:
             self.across = self._new(
                 [[self._topology.ranks[node][self._topology.place] for node in nodes]], self._timeout
             )
 
+    def close(self) -> None:
+        """Ends the groups; waits for what is under way in them.
+
+        Those that only some ranks have made stay known to torch, which would use their names a second time.
+        """
+        self.everyone = self.mates = self.control = self.across = None
+        while self._counted:
+            # The user may have ended everything before, with destroy_process_group().
+            with suppress(ValueError):
+                dist.destroy_process_group(self._counted.pop())
+
     def _new(self, families: Sequence[Sequence[int]], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
         """The group of this rank, out of several that do not overlap."""
         own = None
         for ranks in families:
-            if self._alone_suffices and self._topology.rank not in ranks:
+            if not self._world and self._topology.rank not in ranks:
                 continue
             group = dist.new_group(
                 list(ranks), timeout=timeout, backend=backend or self._backend,
-                use_local_synchronization=self._alone_suffices,
+                use_local_synchronization=not self._world,
             )  # fmt: skip
             own = group if self._topology.rank in ranks else own
         if not isinstance(own, ProcessGroup):
             raise ArgumentError("mesh", self._topology.ranks, f"rank {self._topology.rank} is not in it")
+        if self._world:
+            self._counted.append(own)
         return own
-
-
-def _counts_agree(everyone: Sequence[int]) -> bool:
-    """Whether ranks may make groups without the others: torch names them by how many a rank has made before."""
-    if len(everyone) < dist.get_world_size():
-        return True
-    counts: list[int | None] = [None] * len(everyone)
-    dist.all_gather_object(counts, group_count())
-    return len(set(counts)) == 1

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from gradweave.daso.agreement import Agreement, Asked, Verdict, Vote
+from gradweave.daso.agreement import Agreement, Verdict, Vote
 from gradweave.daso.layout import Pool
 
 CHUNK = 2**26
@@ -45,6 +45,7 @@ class Transfer:
         self._sent = sent
         self._number = number
         self._agreement = agreement
+        self._members = agreement.members
         self._vote = vote
         self._works: list[dist.Work | None] = []
         self._begun = True
@@ -56,7 +57,7 @@ class Transfer:
                     self._works.append(dist.all_reduce(chunk, group=group, async_op=True))
             except RuntimeError:
                 self._begun = False
-        self._asked = Asked(self._attend, patience=agreement.patience, name=f"gradweave exchange {number}")
+        self._asked = agreement.ask(self._attend, name=f"gradweave exchange {number}")
 
     def _attend(self) -> Verdict:
         with self._aside.again():
@@ -67,7 +68,7 @@ class Transfer:
                 vote = replace(vote, figures=replace(figures, seconds=figures.seconds + self.ended - self.began))
                 if not all_finite(self.total):
                     vote = replace(vote, finite=all_finite(self._sent), holds=False)
-        verdict = self._agreement.vote(self._number, vote)
+        verdict = self._agreement.vote(self._number, vote, self._members)
         self.judged = time.perf_counter()
         return verdict
 
@@ -79,6 +80,9 @@ class Transfer:
             self._aside.synchronize()
         except RuntimeError:
             return False
+        finally:
+            # They hold on to what the group is made of.
+            self._works.clear()
         self.ended = time.perf_counter()
         return True
 
