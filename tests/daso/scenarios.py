@@ -15,6 +15,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from daso.misuse import (  # noqa: F401
+    averaged_twice,
+    differing,
+    failed_attach,
+    noisy,
+    one_node,
+    paper_in_turn,
+    parts_with_vectors,
+    steps_counted,
+    uneven_vectors,
+    used_often,
+    vectors,
+)
 from daso.training import loss_of, make_batch, make_model, make_optimizer, weights_of
 from gradweave.compare.data import digits
 from gradweave.daso import DASO

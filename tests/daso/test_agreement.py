@@ -2,11 +2,12 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from gradweave.daso.agreement import Agreement, Verdict, Vote
+from gradweave.daso.agreement import Agreement, Connections, Verdict, Vote
 from gradweave.daso.rhythm import Figures
 from gradweave.errors import LostNodeError
 
@@ -30,7 +31,9 @@ def together(*calls):
 
 def nodes(count, timeout=15.0):
     store = dist.HashStore()
-    return [Agreement(store, node=node, nodes=range(count), timeout=timeout) for node in range(count)]
+    return [
+        Agreement(Connections(lambda: store), node=node, nodes=range(count), timeout=timeout) for node in range(count)
+    ]
 
 
 def test_all_have_it_so_it_counts():
@@ -85,13 +88,59 @@ def test_numbers_for_ranks_without_a_store():
     assert Verdict.from_list([*verdict.as_list(), -1.0]) == verdict
 
 
+def test_a_node_may_vote_on_two_exchanges_at_a_time():
+    """On one connection, waiting for the verdict on the first would keep it from voting on the second."""
+    host = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=20))
+    first, second = (
+        Agreement(Connections(host.clone, ready=2), node=node, nodes=range(2), timeout=8.0) for node in range(2)
+    )
+
+    def one_after_the_other(agreement, order):
+        results = together(
+            *(lambda n=n: (time.sleep(0.4 * order.index(n)), agreement.vote(n, Vote(True)))[1] for n in order)
+        )
+        return [result.counted for result in results]
+
+    began = time.monotonic()
+    verdicts = together(lambda: one_after_the_other(first, [0, 1]), lambda: one_after_the_other(second, [1, 0]))
+    assert verdicts == [[True, True]] * 2
+    assert time.monotonic() - began < 8
+
+
+def test_two_failures_at_a_time_are_one_roll_call():
+    first, second = nodes(2, timeout=3.0)
+    then = first.members
+    verdicts = together(lambda: first.vote(0, Vote(False), then), lambda: second.vote(0, Vote(False), then))
+    assert [verdict.alive for verdict in verdicts] == [(0, 1)] * 2
+    for agreement in (first, second):
+        agreement.regrouped((0, 1))
+    late = together(lambda: first.vote(1, Vote(False), then), lambda: second.vote(1, Vote(False)))
+    assert late[0].alive == (0, 1), "the roll that was called already holds"
+
+
+def test_the_host_of_the_store_waits_for_the_others_but_not_for_ever():
+    first, second = nodes(2, timeout=1.0)
+    began = time.monotonic()
+    first.leave(2, host=True)
+    assert 0.9 < time.monotonic() - began < 20
+    first, second = nodes(2, timeout=60.0)
+    left = []
+    host = threading.Thread(target=lambda: (first.leave(2, host=True), left.append("host")))
+    host.start()
+    host.join(0.3)
+    assert not left
+    second.leave(2, host=False)
+    host.join(20)
+    assert left == ["host"]
+
+
 def test_a_store_that_is_gone_says_so():
     class Gone:
         def set(self, *_):
             raise RuntimeError("Broken pipe")
 
     with pytest.raises(LostNodeError, match="hosts the store"):
-        Agreement(Gone(), node=0, nodes=range(2), timeout=1).vote(0, Vote(True))
+        Agreement(Connections(Gone), node=0, nodes=range(2), timeout=1).vote(0, Vote(True))
 
 
 def test_votes_do_not_pile_up():
@@ -100,4 +149,4 @@ def test_votes_do_not_pile_up():
         together(
             lambda number=number: first.vote(number, Vote(True)), lambda number=number: second.vote(number, Vote(True))
         )
-    assert first._store.num_keys() <= 3 * 4
+    assert first._stores._free[0].num_keys() <= 3 * 4

@@ -22,6 +22,17 @@ def test_as_many_steps_of_waiting_as_a_transfer_takes():
     assert feed(Rhythm(Options(every=2)), *[Figures(seconds=9.0, compute=1.0)] * 3) == (2, 2)
 
 
+def test_nodes_do_not_stay_apart_for_long_unless_asked_to():
+    rhythm = Rhythm(Options())
+    assert feed(rhythm, *[Figures(seconds=90.0, compute=1.0, work=9.0)] * 9) == (16, 16)
+    assert rhythm.waits > 16, "and say that training waits"
+    asked = Rhythm(Options(every=60))
+    assert feed(asked, *[Figures(seconds=40.0, compute=1.0, work=9.0)] * 12) == (60, 41)
+    assert asked.waits == 0
+    assert feed(rhythm, *[Figures(seconds=0.5, compute=1.0, work=0.0)] * 12) == (1, 1)
+    assert rhythm.waits == 0
+
+
 def test_work_is_spread_over_enough_steps():
     every, wait = feed(Rhythm(Options()), *[Figures(seconds=0.5, compute=1.0, work=0.2)] * 9)
     assert (every, wait) == (4, 1)
