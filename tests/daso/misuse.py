@@ -165,6 +165,11 @@ def averaged_twice(*, how):
                 else _Around(model) if "part" in how else model,
                 process_group=local if "local" in how else None,
             )  # fmt: skip
+        if how.startswith("Accelerate"):
+            from accelerate import Accelerator
+
+            with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}):
+                run, opt = Accelerator(cpu=True).prepare(model, opt)
         if how == "FSDP behind":
             from torch.distributed.fsdp import fully_shard
 

@@ -74,7 +74,7 @@ def test_an_optimizer_with_noise_of_its_own_is_found_in_the_first_steps(two_by_t
 @pytest.mark.parametrize(
     "how",
     ["DDP first", "DDP of a part first", "DDP behind", "local DDP behind", "compiled under DDP",
-     "part of a module under DDP", "FSDP behind"],
+     "part of a module under DDP", "Accelerate behind", "FSDP behind"],
 )  # fmt: skip
 def test_what_else_averages_is_found_before_it_has(two_by_two, how):
     for said, number, moved in two_by_two.run("averaged_twice", how=how).values():
