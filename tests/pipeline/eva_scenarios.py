@@ -157,3 +157,34 @@ def a_hook_that_changes_shapes():
     except Exception as error:
         return str(error)
     return ""
+
+
+def failing_constructor(step):
+    """What is left of a pipeline that cannot be made: marks, load hooks, process groups, threads."""
+    import threading
+
+    from gradweave.compat.distributed import group_count
+    from gradweave.marks import pipeline_part
+    from gradweave.pipeline import front
+
+    def fail(*_, **__):
+        raise ValueError("cannot be made")
+
+    model = make("linears")
+    groups, threads = group_count(), threading.active_count()
+    before, said = getattr(front, step), ""
+    setattr(front, step, fail)
+    try:
+        Pipeline(model, loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    except ValueError as error:
+        said = str(error)
+    finally:
+        setattr(front, step, before)
+    dist.barrier()
+    left = [module for module in model.modules() if module._load_state_dict_post_hooks or module._forward_hooks]
+    pipe = Pipeline(model, loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    assert pipeline_part(pipe.module) is not None
+    pipe.step(*batch("linears"))
+    pipe.close()
+    assert pipeline_part(model) is None
+    return said, len(left), group_count() - groups, threading.active_count() - threads

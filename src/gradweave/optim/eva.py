@@ -17,7 +17,7 @@ from gradweave.compat.eager import watchers
 from gradweave.compat.optim import zero_all
 from gradweave.compat.tracing import is_traced_to_operations
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.marks import pipeline_part
+from gradweave.marks import is_in_compiled_step, pipeline_part
 from gradweave.optim.apply import is_plain, look_ahead, new_momentum, times
 from gradweave.optim.begun import Other
 from gradweave.optim.capture import Catching, Masked
@@ -168,7 +168,7 @@ class _CapturedVectors(VectorOptimizer):
             self._look_at_first_step()
 
     def _average(self, over: Any) -> None:
-        if is_traced_to_operations():
+        if is_in_compiled_step(self) or is_traced_to_operations():
             raise GradweaveError(
                 "averages vectors over ranks, which compile() does not; train without compile(), or give "
                 "process_group=None if each rank trains a model of its own"
