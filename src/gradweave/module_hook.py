@@ -14,12 +14,12 @@ from gradweave.compat.eager import outside_of_graphs
 class ModuleHook:
     """A module's forward pre-hook that stays behind when the module is copied or saved.
 
-    Modules take their hooks along; the copy's one does nothing, so that a copy is a stock model. Where a module is
-    compiled with its hooks, this one still runs as it is, and between two graphs.
+    Modules take their hooks along; the copy's one does nothing, so that a copy is a stock model.
 
     Args:
         callback: Called with the module and its arguments; None does nothing.
-        when_compiled: Called before that where Dynamo has compiled the module.
+        when_compiled: Called before that where Dynamo has compiled the module with its hooks; then both run as they
+            are, between two graphs. None has the callback compiled along.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ModuleHook:
         """As torch calls it, before the module's forward, with the forward's arguments."""
         if self._callback is None:
             return
-        if torch.compiler.is_compiling():
+        if self._when_compiled is not None and torch.compiler.is_compiling():
             self._between_graphs(module, args)
         else:
             self._callback(module, args)

@@ -1,4 +1,5 @@
 import copy
+from collections import defaultdict
 
 import pytest
 import torch
@@ -289,3 +290,22 @@ class Reordered(Net):
 
 def test_another_order_of_gradients_is_still_exact():
     assert_same(train(adamw, cls=Reordered), train(adamw, "backward", cls=Reordered))
+
+
+@pytest.mark.parametrize("how", ["cleared", "replaced"])
+def test_a_state_that_is_reset_between_backward_and_step_is_refused(how):
+    model = make_net()
+    optimizer = adamw(model)
+    fuse(model, optimizer, "backward")
+    for i, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        if i == 3:
+            if how == "cleared":
+                optimizer.state.clear()
+            else:
+                optimizer.state = defaultdict(dict)
+            with pytest.raises(GradweaveError, match="state was cleared or replaced between backward"):
+                optimizer.step()
+        else:
+            optimizer.step()

@@ -237,7 +237,7 @@ def test_a_parameter_made_from_the_class_of_a_pending_one():
     def make_another(i, model, *_):
         made = type(model.head.weight)(torch.ones(2, 2))
         assert type(made) is nn.Parameter
-        return float(made.sum())
+        return made.sum().item()
 
     same(make_another)
 

@@ -59,6 +59,8 @@ class BackwardEngine:
         self._stale = False
         self._applied: list[Bucket] = []
         self._settings: list[dict[str, Any]] | None = None
+        self._state: Any = None
+        self._states = 0
         self._running: set[int] = set()
         self._steps = 0
         self._on_state: list[Any] = []
@@ -244,6 +246,7 @@ class BackwardEngine:
             self._norms.add(bucket.params, [p.grad for p in bucket.params])  # type: ignore[misc]
         with no_autocast(bucket.params[0].device):
             self._stepper.step_bucket(bucket)
+        self._states = len(self.optimizer.state)
 
     def _begin_update(self, bucket: Bucket) -> None:
         """Keeps account of what this step has used, and notices when its backward is through."""
@@ -256,6 +259,7 @@ class BackwardEngine:
             )
         if self._settings is None:
             self._settings = FrozenStep(self.optimizer).groups
+            self._state = self.optimizer.state
         running = current_backward()
         if running not in self._running:
             self._running.add(running)
@@ -326,9 +330,14 @@ class BackwardEngine:
         return sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def _check_settings(self) -> None:
-        """Hyperparameters must not have changed since backward used them."""
+        """Hyperparameters and state must not have changed since backward used them."""
         if self._settings is None:
             return
+        if self.optimizer.state is not self._state or len(self.optimizer.state) < self._states:
+            raise GradweaveError(
+                'the optimizer\'s state was cleared or replaced between backward() and step(): mode="backward" has '
+                f"already used the former; do that after step(), or {REMEDY}"
+            )
         for index, (then, now) in enumerate(zip(self._settings, self.optimizer.param_groups, strict=False)):
             for key, value in then.items():
                 current: Any = now.get(key)

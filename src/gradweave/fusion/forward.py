@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
+from gradweave.compat.dynamo import call_before_compiling, stop_calling_before_compiling
 from gradweave.compat.eager import (
     in_function_transform,
     is_being_traced,
@@ -126,6 +128,10 @@ class ForwardEngine:
         self._learning: list[Any] = []
         self._on_modules: list[Any] = []
         self._on_optimizer: list[Any] = []
+        self._compiled_while_pending = 0
+        # Dynamo keeps its callbacks for good: this one does not keep the model alive.
+        self._before_compiling = partial(_about_to_compile, ref(self))
+        self._told = finalize(self, stop_calling_before_compiling, self._before_compiling)
         try:
             self._attach()
         except BaseException:
@@ -154,6 +160,7 @@ class ForwardEngine:
     def _let_go(self) -> None:
         for hook in (*self._learning, *self._on_modules, *self._on_optimizer):
             hook.remove()
+        self._told()
         self._hidden.restore()
 
     def stop(self, reason: str) -> None:
@@ -167,6 +174,18 @@ class ForwardEngine:
 
     def _announce_stop(self) -> None:
         announce(f"fuse: updates stay at step(), in stock order: {self.stopped}", level=logging.WARNING)
+
+    def about_to_compile(self) -> None:
+        """Something is about to be compiled, which must not see parameters pending: perhaps a part of the model.
+
+        Once may be by the way, as for a loss; if it happens again, it is parameters that are pending that Dynamo cannot
+        find what it compiled for.
+        """
+        if self._pending:
+            self._compiled_while_pending += 1
+            self.flush()
+            if self._compiled_while_pending > 1:
+                self.stop(COMPILED)
 
     def _seen_by_a_compiler(self) -> None:
         self.stop(COMPILED)
@@ -210,7 +229,8 @@ class ForwardEngine:
             self._used.update(dict.fromkeys(module.parameters(recurse=False)))
 
         if next(module.parameters(recurse=False), None) is not None and not is_compiled(module):
-            self._learning.append(module.register_forward_pre_hook(ModuleHook(note)))
+            hook = ModuleHook(note, when_compiled=self._seen_by_a_compiler)
+            self._learning.append(module.register_forward_pre_hook(hook))
 
     def _guard_owner(self, module: nn.Module) -> None:
         """Brings up to date what might be read where a Parameter's class is not consulted.
@@ -222,7 +242,7 @@ class ForwardEngine:
         if whole or not type(module).__module__.startswith("torch.nn"):
             params = list(module.parameters(recurse=whole))
             if params:
-                resolve = ModuleHook(partial(self._resolve_all, params))
+                resolve = ModuleHook(partial(self._resolve_all, params), when_compiled=self._seen_by_a_compiler)
                 self._on_modules.append(module.register_forward_pre_hook(resolve, prepend=True))
 
     def _resolve_all(self, params: list[nn.Parameter], *_: Any) -> None:
@@ -337,6 +357,7 @@ class ForwardEngine:
         if updates:
             with self._only_one():
                 self._hand_over(updates)
+            call_before_compiling(self._before_compiling)
         if self._groups_changed():
             self._learned([p for group in self.optimizer.param_groups for p in group["params"]])
 
@@ -432,7 +453,7 @@ class ForwardEngine:
             no_autocast(update.bucket.params[0].device),
             without_dispatch_modes(),
         ):
-            self._stepper.step_bucket(update.bucket, update.frozen)
+            self._stepper.step_bucket(update.bucket, update.frozen, self._state)
             mark_written(update.bucket.params)
 
     def _only_one(self) -> AbstractContextManager[Any]:
@@ -457,10 +478,14 @@ class ForwardEngine:
                 self._resolve(update)
 
     def _settle(self) -> Any:
-        """Applies everything that is pending; returns the optimizer's own state."""
+        """Applies everything that is pending; returns the optimizer's own state.
+
+        An update that is under way may ask too: it gets the state as it is.
+        """
         with self._only_one():
-            self.flush()
-            return self.optimizer.state
+            if not any(update.is_running for update in self._pending.values()):
+                self.flush()
+            return self.optimizer.state if self._state is None else self._state
 
     def _before_state_dict(self, *_: Any) -> None:
         """Everything is to be seen as after step(), also what a step that failed has left hidden."""
@@ -472,18 +497,13 @@ class ForwardEngine:
         if in_function_transform():
             with outside_function_transforms():
                 return self._resolve(update)
-        # A state that the loop has put in the place of ours is for the steps to come, not for this one.
-        given = None if type(self.optimizer.state) is PendingState else self.optimizer.state
-        if self._state is not None:
-            self.optimizer.state, self._state = self._state, None
         try:
             self._make_visible(update)
         finally:
-            if self._pending:
-                self._state = self.optimizer.state
-                self.optimizer.state = PendingState(self._settle) if given is None else given
-            elif given is not None:
-                self.optimizer.state = given
+            if not self._pending and self._state is not None:
+                state, self._state = self._state, None
+                if type(self.optimizer.state) is PendingState:  # or the loop has put another one in its place
+                    self.optimizer.state = state
 
     def _make_visible(self, update: _Update) -> None:
         params = update.bucket.params
@@ -561,7 +581,8 @@ class ForwardEngine:
         """How often parameters and their state have been written: tells whether an update has begun."""
         with no_torch_function():
             written = [version_of(p) for p in params]
-            states = [state for p in params if isinstance(state := self.optimizer.state.get(p), dict)]
+            of_all = self.optimizer.state if self._state is None else self._state
+            states = [state for p in params if isinstance(state := of_all.get(p), dict)]
             for state in states:
                 written += [version_of(value) for value in state.values() if isinstance(value, torch.Tensor)]
         return written
@@ -587,6 +608,12 @@ class _UntilUpdated:
 
     def done(self, behind: torch.cuda.Event | None = None) -> None:
         """Nothing is left to do."""
+
+
+def _about_to_compile(engine: ref[ForwardEngine], *_: Any) -> None:
+    attached = engine()
+    if attached is not None:
+        attached.about_to_compile()
 
 
 COMPILED = (

@@ -67,7 +67,7 @@ class LoopObserver:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.needs: list[str] = []
-        self._real: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
+        self._real: dict[nn.Parameter, int] = {}
         self._settings: list[dict[str, Any]] = []
         self._hooks: list[Any] = []
         try:
@@ -101,18 +101,20 @@ class LoopObserver:
             return
         if not self._real:
             self._settings = FrozenStep(self.optimizer).groups
-        self._real[p] = (p.grad, p._version)
+        self._real[p] = p._version
         p.grad = _ObservedGradient(p.grad, self)
 
     def _restore(self) -> None:
         replaced = [p for p in self._real if not isinstance(p.grad, _ObservedGradient)]
         if replaced and len(replaced) < len(self._real):
             self.note("assigns .grad")
-        for p, (grad, version) in self._real.items():
+        for p, version in self._real.items():
             if p._version != version:
                 self.note("changes weights before step()")
             if isinstance(p.grad, _ObservedGradient):
-                p.grad = grad
+                real = p.grad._real
+                p.grad = None  # the model may have been converted meanwhile, and what stood for the gradient not
+                p.grad = real.to(p.dtype)
         self._real = {}
 
     def before_step(self, is_last: bool) -> None:  # noqa: ARG002

@@ -120,8 +120,9 @@ def _own(value: Any) -> Any:
 class PartialStepper:
     """Steps subsets of an optimizer's parameters through the optimizer's own code.
 
-    For the time of the call the optimizer's groups are replaced by ones that hold the subset and
-    the same hyperparameters. State is the optimizer's own; step hooks do not run.
+    The code runs on a stand-in with the optimizer's attributes, whose groups hold the subset and the same
+    hyperparameters; the optimizer itself stays as it is, for threads that look at it meanwhile. State is the
+    optimizer's own; step hooks do not run.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -129,38 +130,37 @@ class PartialStepper:
         self.recorder: Callable[[int], AbstractContextManager[None]] | None = None
         self._step = own_step(optimizer)
 
-    def step_bucket(self, bucket: Bucket, frozen: FrozenStep | BegunStep | None = None) -> None:
+    def step_bucket(
+        self, bucket: Bucket, frozen: FrozenStep | BegunStep | None = None, state: Mapping[Any, Any] | None = None
+    ) -> None:
         """Updates a bucket, and lets a recorder see when."""
         with nullcontext() if self.recorder is None else self.recorder(bucket.number):
             if isinstance(frozen, BegunStep):
                 frozen.finish(bucket.params)
             else:
-                self.step(bucket.groups, frozen)
+                self.step(bucket.groups, frozen, state)
 
     def step_nothing(self) -> None:
         """A step with no parameter at all."""
         self.step(dict.fromkeys(range(len(self.optimizer.param_groups)), ()))
 
-    def step(self, subset: Mapping[int, Sequence[torch.nn.Parameter]], frozen: FrozenStep | None = None) -> None:
+    def step(
+        self,
+        subset: Mapping[int, Sequence[torch.nn.Parameter]],
+        frozen: FrozenStep | None = None,
+        state: Mapping[Any, Any] | None = None,
+    ) -> None:
         """Updates the given parameters of each group, by index, as ``frozen`` says or as things stand."""
-        optimizer = self.optimizer
-        groups = optimizer.param_groups
-        settings = groups if frozen is None else frozen.groups
-        optimizer.param_groups = [{**settings[index], "params": params} for index, params in subset.items()]
-        attributes = {} if frozen is None else frozen.attributes
-        before = {name: value for name, value in vars(optimizer).items() if name in attributes}
-        for name, value in attributes.items():
-            setattr(optimizer, name, value)
-        try:
-            with without_step_hooks(optimizer):
-                self._step(optimizer)
-        finally:
-            optimizer.param_groups = groups
-            for name in attributes:
-                if name in before:
-                    setattr(optimizer, name, before[name])
-                else:
-                    delattr(optimizer, name)
+        settings = self.optimizer.param_groups if frozen is None else frozen.groups
+        stand_in = object.__new__(type(self.optimizer))
+        vars(stand_in).update(vars(self.optimizer))
+        if frozen is not None:
+            vars(stand_in).update(frozen.attributes)
+        if state is not None:
+            vars(stand_in)["state"] = state
+        vars(stand_in)["param_groups"] = [{**settings[index], "params": params} for index, params in subset.items()]
+        with without_step_hooks(stand_in):
+            self._step(stand_in)
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:

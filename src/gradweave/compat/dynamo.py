@@ -1,0 +1,25 @@
+"""Private names of Dynamo: being told that something is about to be compiled."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def call_before_compiling(callback: Callable[..., None]) -> None:
+    """Has a function called whenever Dynamo is about to look at a frame; once, however often this is asked for.
+
+    Dynamo forgets its callbacks when it is reset, so this is to be repeated. Where nothing has imported Dynamo there is
+    nothing to be told.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None and callback not in dynamo.callback_handler.start_callbacks:
+        dynamo.callback_handler.register_start_callback(callback)
+
+
+def stop_calling_before_compiling(callback: Callable[..., None]) -> None:
+    """Undoes :func:`call_before_compiling`, if it was done."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None and callback in dynamo.callback_handler.start_callbacks:
+        dynamo.callback_handler.remove_start_callback(callback)
