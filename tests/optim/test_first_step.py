@@ -1,6 +1,8 @@
 """A model whose hooks do not run is found out in the first step, before anything has changed."""
 
+import gc
 import logging
+from weakref import ref
 
 import pytest
 import torch
@@ -68,3 +70,26 @@ def test_layers_that_are_not_seen_are_named_once(caplog):
         optimizer.step()
         optimizer.step()
     assert ["2 have gradients" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+def test_gradients_made_by_hand_are_used_as_they_are_with_a_warning(cls, caplog):
+    _log_once.cache_clear()
+    model = make_mlp()
+    optimizer = cls(model)
+    before = weights(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with caplog.at_level(logging.WARNING, logger="gradweave"):
+        optimizer.step()
+    assert len(caplog.records) == 1
+    assert not torch.equal(weights(model), before)
+
+
+def test_listening_ends_with_the_first_step_and_keeps_no_weight():
+    model = make_mlp()
+    weight = ref(model[0].weight)
+    optimizer = Eva(model)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None

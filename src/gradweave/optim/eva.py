@@ -24,6 +24,7 @@ from gradweave.optim.capture import Catching, Masked
 from gradweave.optim.coverage import Capture, CoveredLayer
 from gradweave.optim.exchange import average_records
 from gradweave.optim.family import COPY, Layer, VectorOptimizer, loss_scale, parameters_of
+from gradweave.optim.first_backward import FirstBackward
 from gradweave.optim.fused import FusedStep, is_capturing, is_fusible
 from gradweave.optim.hyperparameters import Given, Mode, check_hyperparameters
 from gradweave.optim.ranks import DEFAULT, Alike, Ranks
@@ -77,12 +78,16 @@ class _CapturedVectors(VectorOptimizer):
             super().__init__(model, given, defaults, manner)
             self._fused = FusedStep(self)
             self._has_looked = False
+            self._first_backward = FirstBackward(
+                layer.weight for layer in self._capture.layers if layer.weight.requires_grad
+            )
             self._attach()
             self._enlist()
         except BaseException:
             self._capture.remove()
             raise
         finalize(self, self._capture.remove).atexit = False
+        finalize(self, self._first_backward.let_go).atexit = False
 
     def padding_mask(self, mask: torch.Tensor) -> Masked:
         """Context in which the model is run with padding in its batch.
@@ -181,7 +186,7 @@ class _CapturedVectors(VectorOptimizer):
         average_records(records, over)
 
     def _look_at_first_step(self) -> None:
-        """Raises if backward has left gradients, and nothing of the layers that these are of: no hook has run.
+        """Raises if a backward has left gradients, and nothing of the layers that these are of: no hook has run.
 
         That is so where Dynamo has compiled a model before it had hooks: it does not look for new ones.
         """
@@ -196,12 +201,13 @@ class _CapturedVectors(VectorOptimizer):
         )
         if not moved:
             return  # as checkpoints have a step taken, to have state made
+        self._first_backward.let_go()
         self._has_looked = True
-        if len(unseen) == len(used):
+        if len(unseen) == len(used) and self._first_backward.has_run:
             raise GradweaveError(
-                "there are gradients, and no hook of a layer has run: if the model was compiled and run before this "
-                "optimizer was made, call torch.compiler.reset() now; gradients that are made otherwise than by a "
-                "backward through the model's layers have no vectors, and need another optimizer"
+                "there was a backward, and no hook of a layer has run: if the model was compiled and run before this "
+                "optimizer was made, call torch.compiler.reset() now; under torch.func and the like layers are not "
+                "seen, and need another optimizer"
             )
         if unseen:
             named = ", ".join(unseen[:3]) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
