@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+
+outside_of_graphs: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
+"""Decorates a function that Dynamo is to call between two graphs; unlike ``torch.compiler.disable``, it imports Dynamo
+only when it is called."""
 
 
 def call_before_compiling(callback: Callable[..., None]) -> None:
@@ -23,3 +30,14 @@ def stop_calling_before_compiling(callback: Callable[..., None]) -> None:
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and callback in dynamo.callback_handler.start_callbacks:
         dynamo.callback_handler.remove_start_callback(callback)
+
+
+@contextmanager
+def not_compiling() -> Iterator[None]:
+    """Context in which code is not told that it is being compiled: optimizers then compute as in eager steps."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -265,11 +265,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
-outside_of_graphs: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
-"""Decorates a function that Dynamo is to call between two graphs; unlike ``torch.compiler.disable``, it imports Dynamo
-only when it is called."""
-
-
 def is_compiled_outside(module: torch.nn.Module) -> bool:
     """Whether a module is what ``torch.compile(module)`` returns: its own hooks run outside of what is compiled."""
     from torch._dynamo import OptimizedModule

@@ -241,7 +241,12 @@ class Fusion:
             else:
                 self._engine = AutoEngine(model, optimizer, self._norms, allow_backward=allow_backward, never=never)
             undo.callback(self._engine.detach)
-            hooks = StepHooks(optimizer, self._engine.before_step, self._engine.after_step)
+            hooks = StepHooks(
+                optimizer,
+                self._engine.before_step,
+                self._engine.after_step,
+                check_compiled=self._engine.check_compiled,
+            )
             undo.callback(hooks.remove)
             _mark_owners(model, optimizer, self, undo)
             undo.callback(mark_fused, optimizer, None)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradweave.announce import announce
 from gradweave.compat.eager import is_being_traced
 from gradweave.fusion.backward import BackwardEngine
-from gradweave.fusion.forward import COMPILED, TRACED, ForwardEngine, why_never
+from gradweave.fusion.forward import TRACED, ForwardEngine, why_never
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.observe import LoopObserver
 from gradweave.module_hook import ModuleHook
@@ -59,8 +59,7 @@ class AutoEngine:
         self._engine: BackwardEngine | ForwardEngine | None = None
         self._times: dict[str, list[float]] = {}
         self._candidates: list[str] = []
-        entered = ModuleHook(self._entered, when_compiled=self._seen_by_a_compiler)
-        self._on_model = model.register_forward_pre_hook(entered, prepend=True)
+        self._on_model = model.register_forward_pre_hook(ModuleHook(self._entered), prepend=True)
         try:
             self._begin(never, allow_backward=allow_backward)
         except BaseException:
@@ -139,6 +138,11 @@ class AutoEngine:
         if self._engine is not None:
             self._engine.accumulating = self._accumulating
 
+    def check_compiled(self) -> None:
+        """Stock order is all that a compiled step allows where backward has been chosen, or is tried."""
+        if isinstance(self._engine, BackwardEngine):
+            self._engine.check_compiled()
+
     def before_step(self, is_last: bool) -> None:
         """Passes on to what is attached now."""
         attached = self._observer or self._engine
@@ -184,12 +188,10 @@ class AutoEngine:
 
     def _entered(self, *_: Any) -> None:
         """What is made of a model while stock order is tried would not ask for weights later either."""
+        if torch.compiler.is_compiling():
+            return
         if is_being_traced() and self.chosen != "stock":
             self._settle_for_stock(TRACED)
-
-    def _seen_by_a_compiler(self) -> None:
-        if self.chosen != "stock":
-            self._settle_for_stock(COMPILED)
 
     def _advance(self) -> None:
         """One step of the current trial is over."""

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
-from gradweave.compat.dynamo import call_before_compiling, stop_calling_before_compiling
+from gradweave.compat.dynamo import call_before_compiling, not_compiling, stop_calling_before_compiling
 from gradweave.compat.eager import (
     in_function_transform,
     is_being_traced,
@@ -147,8 +147,7 @@ class ForwardEngine:
         for module in _outside_of_compiled(self._model):
             self._learn_order(module)
             self._guard_owner(module)
-        entered = ModuleHook(self._entered, when_compiled=self._seen_by_a_compiler)
-        self._on_modules.append(self._model.register_forward_pre_hook(entered, prepend=True))
+        self._on_modules.append(self._model.register_forward_pre_hook(ModuleHook(self._entered), prepend=True))
 
     def detach(self) -> None:
         """Applies what is pending and takes every hook away."""
@@ -176,19 +175,16 @@ class ForwardEngine:
         announce(f"fuse: updates stay at step(), in stock order: {self.stopped}", level=logging.WARNING)
 
     def about_to_compile(self) -> None:
-        """Something is about to be compiled, which must not see parameters pending: perhaps a part of the model.
+        """Something is about to be compiled, perhaps of the model, which must not see parameters pending.
 
-        Once may be by the way, as for a loss; if it happens again, it is parameters that are pending that Dynamo cannot
-        find what it compiled for.
+        Once may be by the way, as for a loss. If it happens again, Dynamo has found parameters of another class than
+        those that it compiled for, as it would in every step.
         """
         if self._pending:
             self._compiled_while_pending += 1
             self.flush()
             if self._compiled_while_pending > 1:
                 self.stop(COMPILED)
-
-    def _seen_by_a_compiler(self) -> None:
-        self.stop(COMPILED)
 
     def flush(self) -> None:
         """Applies everything that is pending, or waits for it."""
@@ -226,11 +222,12 @@ class ForwardEngine:
         """Notes when a module with parameters runs, until the first step."""
 
         def note(module: nn.Module, _: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
             self._used.update(dict.fromkeys(module.parameters(recurse=False)))
 
         if next(module.parameters(recurse=False), None) is not None and not is_compiled(module):
-            hook = ModuleHook(note, when_compiled=self._seen_by_a_compiler)
-            self._learning.append(module.register_forward_pre_hook(hook))
+            self._learning.append(module.register_forward_pre_hook(ModuleHook(note)))
 
     def _guard_owner(self, module: nn.Module) -> None:
         """Brings up to date what might be read where a Parameter's class is not consulted.
@@ -242,10 +239,12 @@ class ForwardEngine:
         if whole or not type(module).__module__.startswith("torch.nn"):
             params = list(module.parameters(recurse=whole))
             if params:
-                resolve = ModuleHook(partial(self._resolve_all, params), when_compiled=self._seen_by_a_compiler)
+                resolve = ModuleHook(partial(self._resolve_all, params))
                 self._on_modules.append(module.register_forward_pre_hook(resolve, prepend=True))
 
     def _resolve_all(self, params: list[nn.Parameter], *_: Any) -> None:
+        if torch.compiler.is_compiling():  # Dynamo: nothing is pending then, and no hook is to be compiled
+            return
         if self._pending:
             for p in params:
                 self._resolve_param(p)
@@ -257,12 +256,17 @@ class ForwardEngine:
         function over, before a Parameter's own class is asked. What torch.jit makes of the model
         reads weights from C++ ever after.
         """
+        if torch.compiler.is_compiling():
+            return
         if is_being_traced():
             self.stop(TRACED)
         elif self._pending and (in_function_transform() or any(_of_odd_class(value) for value in args)):
             self.flush()
 
     # At step()
+
+    def check_compiled(self) -> None:
+        """A compiled step is one in stock order."""
 
     def before_step(self, is_last: bool) -> None:
         """Decides what is deferred; the optimizer's own update finds nothing to do for that."""
@@ -452,6 +456,7 @@ class ForwardEngine:
             torch.no_grad(),
             no_autocast(update.bucket.params[0].device),
             without_dispatch_modes(),
+            not_compiling(),
         ):
             self._stepper.step_bucket(update.bucket, update.frozen, self._state)
             mark_written(update.bucket.params)

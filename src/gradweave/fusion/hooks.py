@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave.compat.dynamo import outside_of_graphs
 from gradweave.compat.eager import put_first_behind_step, step_pre_hooks
 
 
@@ -78,11 +79,8 @@ class _GroupsOfOneStep(list[dict[str, Any]]):
         """All groups, unless it is the step itself that asks."""
         if self._step is None or self._thread != threading.get_ident():
             return self.all_of_them
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame is self._step:
-                return None
-            frame = frame.f_back
+        if _is_on_stack(self._step):
+            return None
         self._restore()
         return self.all_of_them
 
@@ -126,16 +124,25 @@ class StepHooks:
 
     The optimizer's ``step`` stays what it is, also where a scheduler or a scaler has wrapped it.
     ``before`` comes after a closure and is told whether it is the last hook before the update: one
-    that was added later may still change gradients. The order is mended for the next step.
+    that was added later may still change gradients. The order is put right for the next step.
     ``after`` comes before every other hook behind the step. Where a class's ``step`` calls its
-    parent's, which runs the hooks again, only the outer call counts.
+    parent's, which runs the hooks again, only the outer call counts. A step that is compiled is
+    taken in stock order; ``check_compiled`` may refuse it.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Callable[[bool], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        before: Callable[[bool], None],
+        after: Callable[[], None],
+        *,
+        check_compiled: Callable[[], None] = lambda: None,
+    ) -> None:
         self.optimizer = optimizer
         self._before = before
         self._after = after
-        self._outer: int | None = None
+        self._check_compiled = check_compiled
+        self._outer: FrameType | None = None
         self._pre = optimizer.register_step_pre_hook(self._pre_hook)
         try:
             self._post = optimizer.register_step_post_hook(self._post_hook)
@@ -155,10 +162,11 @@ class StepHooks:
         return bool(next(reversed(step_pre_hooks(self.optimizer))) == self._pre.id)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        depth = stack_depth()
-        if self._outer is not None and depth > self._outer:
+        if torch.compiler.is_compiling():
+            return self._before_compiled()
+        if self._outer is not None and _is_on_stack(self._outer):
             return None
-        self._outer = depth
+        self._outer = _frame_of_step(sys._getframe(1))
         last = self.is_last
         position = 1 if len(args) > 1 else None
         closure = args[1] if position else kwargs.get("closure")
@@ -178,13 +186,34 @@ class StepHooks:
         return args, {**kwargs, "closure": closure_then_before}
 
     def _post_hook(self, *_: Any) -> None:
-        if self._outer is not None and stack_depth() > self._outer:
+        if torch.compiler.is_compiling():
+            self._after_compiled()
+            return
+        if self._outer is not None and _frame_of_step(sys._getframe(1)) is not self._outer:
             return
         self._outer = None
         if not self.is_last:
             self._pre.remove()
             self._pre = self.optimizer.register_step_pre_hook(self._pre_hook)
         self._after()
+
+    @outside_of_graphs
+    def _before_compiled(self) -> None:
+        """Dynamo has compiled the step: it is taken in stock order, as if a hook behind this one asked for that."""
+        self._check_compiled()
+        self._before(False)
+
+    @outside_of_graphs
+    def _after_compiled(self) -> None:
+        self._after()
+
+
+def _is_on_stack(wanted: FrameType) -> bool:
+    """Whether a frame is still running, in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is wanted
 
 
 def stack_depth() -> int:
