@@ -41,7 +41,7 @@ class ReplicaError(GradweaveError):
 
 @dataclass(frozen=True)
 class Averager:
-    """What averages or shards a model's gradients besides whoever asks.
+    """What averages or shards a model's gradients besides the technique that asks.
 
     Attributes:
         name: Its class, as its user knows it.

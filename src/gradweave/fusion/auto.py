@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from gradweave.announce import announce
 from gradweave.compat.eager import is_being_traced
 from gradweave.fusion.backward import BackwardEngine
-from gradweave.fusion.forward import TRACED, ForwardEngine, why_never
+from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.norms import NormTracker
 from gradweave.fusion.observe import LoopObserver
+from gradweave.fusion.readers import TRACED, why_never
 from gradweave.module_hook import ModuleHook
 
 WARM_UP_STEPS = 2

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -22,7 +21,6 @@ from gradweave.compat.eager import (
     in_function_transform,
     is_being_traced,
     is_compiled,
-    is_compiled_outside,
     no_torch_function,
     outside_function_transforms,
     storage_users,
@@ -45,44 +43,19 @@ from gradweave.fusion.pending import (
     show,
     shown_gradient,
 )
+from gradweave.fusion.readers import COMPILED, TRACED, Ownership, outside_of_compiled, why_never
 from gradweave.fusion.stepping import (
-    BegunStep,
-    FrozenStep,
     PartialStepper,
     begins_whole,
     mark_written,
     no_autocast,
     step_of,
 )
+from gradweave.fusion.updates import Update, await_late, restrict
 from gradweave.module_hook import ModuleHook
 
 _MOST_BUCKETS = 3
 """On a GPU: the updates are launched one after the other anyway, and each launch costs the host."""
-
-
-@dataclass
-class _Update:
-    """An update that step() has decided and that nobody has seen yet.
-
-    Attributes:
-        bucket: What it updates.
-        grads: With what; kept until the update is visible.
-        frozen: How, where it has not run yet, or numbers that it reads might change until it has.
-        event: The end of it, where it runs on a second stream.
-        stream: The stream that the gradients were made on.
-        late: Those of the gradients that were not finished at step().
-        shown: What is seen of the gradients until it is done.
-        is_running: Whether it is being done.
-    """
-
-    bucket: Bucket
-    grads: list[torch.Tensor]
-    frozen: FrozenStep | BegunStep | None = None
-    event: torch.cuda.Event | None = None
-    stream: torch.cuda.Stream | None = None
-    late: list[LateGradient] = field(default_factory=list)
-    shown: list[torch.Tensor] = field(default_factory=list)
-    is_running: bool = False
 
 
 class ForwardEngine:
@@ -111,15 +84,15 @@ class ForwardEngine:
         self._hidden = HiddenParams(optimizer)
         self._lock = RLock()
         self._process = os.getpid()
-        self._decided: list[_Update] = []
-        self._pending: dict[int, _Update] = {}
+        self._decided: list[Update] = []
+        self._pending: dict[int, Update] = {}
         self._pending_class = pending_class(self._resolve_param)
         self._gradient_class = pending_gradient_class(self._resolve_gradient)
-        self._of_gradient: dict[int, _Update] = {}
+        self._of_gradient: dict[int, Update] = {}
         self._state: Any = None
         self._bucket_of: dict[int, int] = {}
         self._moved: dict[int, int] = {}
-        self._not_shared: dict[int, int] = {}
+        self._ownership = Ownership()
         self._plain_state = False
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._used: dict[nn.Parameter, None] = {}
@@ -144,7 +117,7 @@ class ForwardEngine:
         if self.stopped:
             self._announce_stop()
             return
-        for module in _outside_of_compiled(self._model):
+        for module in outside_of_compiled(self._model):
             self._learn_order(module)
             self._guard_owner(module)
         self._on_modules.append(self._model.register_forward_pre_hook(ModuleHook(self._entered), prepend=True))
@@ -293,13 +266,13 @@ class ForwardEngine:
         self._hidden.hide_all_but(left)
         self._decided = updates
 
-    def _may_launch(self, updates: list[_Update], params: list[nn.Parameter]) -> bool:
+    def _may_launch(self, updates: list[Update], params: list[nn.Parameter]) -> bool:
         """Whether these are all, where an optimizer takes a step with all gradients or none."""
         if not begins_whole(self.optimizer):
             return True
         return sum(len(update.grads) for update in updates) == sum(p.grad is not None for p in params)
 
-    def _take(self, bucket: Bucket) -> _Update | None:
+    def _take(self, bucket: Bucket) -> Update | None:
         """What of a bucket can be updated later; None if nothing of it."""
         grads = [p.grad for p in bucket.params]
         if not all(self._may_wait(p, grad) for p, grad in zip(bucket.params, grads, strict=True)):
@@ -310,42 +283,33 @@ class ForwardEngine:
             }
             if not present:
                 return None
-            bucket, grads = _restrict(bucket, present), list(present.values())
-        return _Update(bucket, grads)  # type: ignore[arg-type]
+            bucket, grads = restrict(bucket, present), list(present.values())
+        return Update(bucket, grads)  # type: ignore[arg-type]
 
     def _may_wait(self, p: nn.Parameter, grad: torch.Tensor | None) -> bool:
         """Whether nothing can use a parameter or its gradient without asking Python."""
-        if type(p) is not nn.Parameter or not self._is_ours_to_hold(grad):
-            return False
-        if storage_users(p) > 1:
-            return False
-        address = p.data_ptr()
-        if self._not_shared.get(id(p)) != address:  # to ask torch takes ten times as long
-            if p.device.type == "cpu" and p.is_shared():
-                return False
-            self._not_shared[id(p)] = address
-        return True
+        return type(p) is nn.Parameter and self._is_ours_to_hold(grad) and self._ownership.is_sole(p)
 
     def _is_ours_to_hold(self, grad: torch.Tensor | None) -> bool:
-        """Whether a gradient stays what it is until the update, unless somebody says so to Python."""
+        """Whether a gradient stays what it is until the update, unless it is changed through Python."""
         if type(grad) is LateGradient:
             return grad.layout is torch.strided
         return type(grad) is torch.Tensor and grad.layout is torch.strided and storage_users(grad) == 1
 
-    def _apart(self, updates: list[_Update]) -> list[_Update]:
+    def _apart(self, updates: list[Update]) -> list[Update]:
         """Puts what has late gradients behind all the rest, in updates of its own, so that the rest need not wait."""
         self._bucket_of.update(self._moved)
         self._moved = {}
         if not any(type(grad) is LateGradient for update in updates for grad in update.grads):
             return updates
-        parts: tuple[list[_Update], list[_Update]] = [], []
+        parts: tuple[list[Update], list[Update]] = [], []
         for update in updates:
             of_param = dict(zip(update.bucket.params, update.grads, strict=True))
             for is_late, part in enumerate(parts):
                 grads = {p: grad for p, grad in of_param.items() if (type(grad) is LateGradient) == bool(is_late)}
                 if grads:
                     number = update.bucket.number + is_late * len(self.buckets)
-                    part.append(_Update(_restrict(update.bucket, grads, number), list(grads.values())))
+                    part.append(Update(restrict(update.bucket, grads, number), list(grads.values())))
                     self._bucket_of.update(dict.fromkeys(map(id, grads), number))
                     if is_late:
                         self._moved.update(dict.fromkeys(map(id, grads), update.bucket.number))
@@ -365,7 +329,7 @@ class ForwardEngine:
         if self._groups_changed():
             self._learned([p for group in self.optimizer.param_groups for p in group["params"]])
 
-    def _hand_over(self, updates: list[_Update]) -> None:
+    def _hand_over(self, updates: list[Update]) -> None:
         self._launch(updates)
         # A graph from before the step must not be run backward with what it has kept of the weights.
         mark_written([p for update in updates for p in update.bucket.params])
@@ -375,7 +339,7 @@ class ForwardEngine:
             self._pending[update.bucket.number] = update
         self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle)
 
-    def _show(self, update: _Update, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    def _show(self, update: Update, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """What is seen of a gradient while the update with it is pending: using it, the update is done first."""
         shown = self._seen(p, grad)
         update.shown.append(shown)
@@ -389,7 +353,7 @@ class ForwardEngine:
         grad.__class__ = self._gradient_class
         return grad
 
-    def _show_themselves(self, update: _Update) -> list[torch.Tensor]:
+    def _show_themselves(self, update: Update) -> list[torch.Tensor]:
         """Gradients are themselves again, also for those who have kept them; returns them."""
         themselves = []
         for grad, shown in zip(update.grads, update.shown, strict=True):
@@ -415,14 +379,14 @@ class ForwardEngine:
         self.buckets = make_buckets(self.optimizer, [*self._used, *params], _MOST_BUCKETS, "forward")
         self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
         self._moved = {}
-        self._not_shared = {}
+        self._ownership.forget()
         states = (state for state in self.optimizer.state.values() if isinstance(state, dict))
         values = [value for state in states for value in state.values()]
         self._plain_state = all(type(value) is torch.Tensor or not isinstance(value, torch.Tensor) for value in values)
 
     # The updates themselves
 
-    def _launch(self, updates: list[_Update]) -> None:
+    def _launch(self, updates: list[Update]) -> None:
         """Starts the updates of CUDA parameters on the second stream, in the order of use.
 
         Those of the CPU are kept until their first use. Both see hyperparameters and a scaler's verdict as
@@ -445,12 +409,12 @@ class ForwardEngine:
                 side.wait_stream(current)
                 waited.add(device)
             with torch.cuda.stream(side):
-                _await_late(update)
+                await_late(update)
                 self._apply(update)
                 update.event = side.record_event()
             update.stream = current
 
-    def _apply(self, update: _Update) -> None:
+    def _apply(self, update: Update) -> None:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -497,7 +461,7 @@ class ForwardEngine:
         self.flush()
         self._hidden.restore()
 
-    def _resolve(self, update: _Update) -> None:
+    def _resolve(self, update: Update) -> None:
         """Makes an update visible: runs it now, or makes the current stream wait for it."""
         if in_function_transform():
             with outside_function_transforms():
@@ -510,7 +474,7 @@ class ForwardEngine:
                 if type(self.optimizer.state) is PendingState:  # or the loop has put another one in its place
                     self.optimizer.state = state
 
-    def _make_visible(self, update: _Update) -> None:
+    def _make_visible(self, update: Update) -> None:
         params = update.bucket.params
         if update.event is not None:
             if _capturing() and not self.in_graph:
@@ -523,7 +487,7 @@ class ForwardEngine:
             late.source.done(update.event)
         self._update_and_end(update, self._show_themselves(update))
 
-    def _update_and_end(self, update: _Update, grads: list[torch.Tensor]) -> None:
+    def _update_and_end(self, update: Update, grads: list[torch.Tensor]) -> None:
         """Updates, if that is yet to be done; then parameters and their ``.grad`` are as a stock step leaves them.
 
         An update that fails is still pending if nothing of it has been done, and else over: it is never done twice.
@@ -548,7 +512,7 @@ class ForwardEngine:
                 update.is_running = False
         self._end(update, cleared, since)
 
-    def _apply_to(self, update: _Update, grads: list[torch.Tensor]) -> None:
+    def _apply_to(self, update: Update, grads: list[torch.Tensor]) -> None:
         """Updates late, with the gradients back in place."""
         params = update.bucket.params
         if self._plain_state and params[0].device.type == "cpu":
@@ -561,7 +525,7 @@ class ForwardEngine:
                 p.grad = grad
             self._apply(update)
 
-    def _end(self, update: _Update, cleared: list[bool], since: list[torch.Tensor | None]) -> None:
+    def _end(self, update: Update, cleared: list[bool], since: list[torch.Tensor | None]) -> None:
         """An update is over, and what happened to gradients while it was pending holds."""
         self._pending.pop(update.bucket.number, None)
         for p, is_cleared, added in zip(update.bucket.params, cleared, since, strict=True):
@@ -574,7 +538,7 @@ class ForwardEngine:
             restore(p)
 
     def _make_pending_again(
-        self, update: _Update, grads: list[torch.Tensor], cleared: list[bool], since: list[torch.Tensor | None]
+        self, update: Update, grads: list[torch.Tensor], cleared: list[bool], since: list[torch.Tensor | None]
     ) -> None:
         update.grads = grads
         for p, grad, is_cleared, added in zip(update.bucket.params, grads, cleared, since, strict=True):
@@ -619,47 +583,6 @@ def _about_to_compile(engine: ref[ForwardEngine], *_: Any) -> None:
     attached = engine()
     if attached is not None:
         attached.about_to_compile()
-
-
-COMPILED = (
-    "the model is compiled by now, and a compiled model does not ask for its weights one by one; call torch.compile() "
-    "first, and give fuse() what it returns"
-)
-TRACED = "the model is traced, and what is made of it reads weights without asking"
-
-
-def why_never(model: nn.Module) -> str:
-    """Why no update of a model may ever be pending; empty if they may."""
-    for name, module in model.named_modules():
-        subject = f"the model's {name!r}" if name else "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            return f"{subject} is a ScriptModule, which reads its weights without asking"
-        if is_compiled(module) and not is_compiled_outside(module):
-            return f"{subject} is compiled in place; torch.compile(model) leaves a place to ask, model.compile() none"
-    return ""
-
-
-def _outside_of_compiled(model: nn.Module) -> Iterable[nn.Module]:
-    """The modules of a model without those that run inside of a compiled one, whose hooks would be compiled too."""
-    yield model
-    if not is_compiled(model):
-        for child in model.children():
-            yield from _outside_of_compiled(child)
-
-
-def _await_late(update: _Update) -> None:
-    """Lets the current stream, and no other, wait for gradients that are still being computed."""
-    for position, (p, grad) in enumerate(zip(update.bucket.params, update.grads, strict=True)):
-        if type(grad) is LateGradient:
-            update.late.append(grad)
-            p.grad = update.grads[position] = grad.source.ready()
-
-
-def _restrict(bucket: Bucket, grads: dict[nn.Parameter, torch.Tensor], number: int | None = None) -> Bucket:
-    """The part of a bucket that has the given gradients."""
-    groups = {index: [p for p in params if p in grads] for index, params in bucket.groups.items()}
-    number = bucket.number if number is None else number
-    return Bucket(number, tuple(grads), {index: params for index, params in groups.items() if params})
 
 
 def _of_odd_class(value: Any) -> bool:

@@ -72,7 +72,7 @@ class _GroupsOfOneStep(list[dict[str, Any]]):
         self._restore = restore
 
     def end(self) -> None:
-        """The step is over: whoever still holds these sees all groups, and no frame is kept alive."""
+        """The step is over: these show all groups from now on, and keep no frame alive."""
         self._step = None
 
     def _now(self) -> list[dict[str, Any]] | None:
