@@ -246,3 +246,25 @@ def test_the_global_random_state_is_not_touched():
     before = torch.get_rng_state()
     check_independent(optim.AdamW(model.parameters()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class CountsInItsThings(Simple):
+    """Counts in a tensor, a dictionary and a list that are attributes."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.tensor, self.table, self.entries = torch.zeros(1), {"n": 0}, []
+
+    def direction(self, group, p):
+        self.tensor.add_(1)
+        self.table["n"] += 1
+        self.entries.append(1)
+        return p.grad / (1 + self.table["n"])
+
+
+def test_trials_leave_what_an_optimizer_keeps_alone():
+    model = make_net()
+    optimizer = CountsInItsThings(model.parameters())
+    with pytest.raises(ArgumentError, match="writes its attribute"):
+        fuse(model, optimizer, "forward")
+    assert (float(optimizer.tensor), optimizer.table, optimizer.entries) == (0.0, {"n": 0}, [])

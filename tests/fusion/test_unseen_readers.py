@@ -497,3 +497,162 @@ def test_exporting_a_model():
         return torch.export.export(model, (x,), strict=False).module()(x).tolist()
 
     same(export)
+
+
+HELD_STATES = {
+    "a tensor": lambda optimizer, p: optimizer.state[p]["exp_avg"],
+    "a view": lambda optimizer, p: optimizer.state[p]["exp_avg"].view(-1),
+    "the dictionary": lambda optimizer, p: optimizer.state[p],
+    "a state dict": lambda optimizer, p: optimizer.state_dict()["state"][0],
+}
+
+
+@pytest.mark.parametrize("held", HELD_STATES)
+def test_state_that_the_loop_holds_is_up_to_date(held):
+    kept = []
+
+    def look(i, model, optimizer, x):
+        kept[:] = [HELD_STATES[held](optimizer, model.scale)] if i == 3 else kept if i > 3 else []
+        found = [value["exp_avg"] if isinstance(value, dict) else value for value in kept]
+        read = [float(tensor.sum()) for tensor in found]
+        for tensor in found:
+            tensor.mul_(0.5)
+        return read
+
+    same(look)
+
+
+def test_weights_and_gradients_made_from_arrays():
+    def run(mode):
+        model = make_net()
+        arrays = [p.detach().numpy().copy() for p in model.parameters()]
+        for p, array in zip(model.parameters(), arrays, strict=True):
+            p.data = torch.from_numpy(array)
+            p.grad = torch.from_numpy(array * 0)
+        optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        fusion = fuse(model, optimizer, mode) if mode else None
+        seen = []
+        for x, y in batches(6):
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            for p in model.parameters():
+                p.grad.numpy()[...] = 0
+            seen.append([float(array.sum()) for array in arrays])
+        if fusion:
+            fusion.detach()
+        return (model, optimizer), seen
+
+    (expected, wanted), (trained, got) = run(None), run("forward")
+    assert got == wanted
+    assert_same(trained, expected)
+
+
+def test_a_storage_that_is_held_is_up_to_date():
+    held = []
+
+    def look(i, model, *_):
+        held[:] = [model.head.weight.untyped_storage()] if i == 3 else held if i > 3 else []
+        return [sum(storage) for storage in held]
+
+    same(look)
+
+
+class OwnRates(optim.Optimizer):
+    """Reads a factor that parameters have as an attribute."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * getattr(p, "factor", 1.0))
+
+
+def test_attributes_of_parameters_that_change_behind_step_are_for_the_next():
+    def change(i, model, *_):
+        for p in model.parameters():
+            p.factor = 1 / (2 + i)
+
+    def make(model):
+        for p in model.parameters():
+            p.factor = 1.0
+        return OwnRates(model.parameters())
+
+    same(change, make=make)
+
+
+class Multiplies(optim.Optimizer):
+    """Multiplies matrices in its step, which autocast would cast, and makes tensors, which a device would move."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    grad = p.grad @ p.grad.mT @ p.grad if p.dim() == 2 else p.grad
+                    p.sub_(grad * torch.full((1,), group["lr"]))
+
+
+def test_a_step_inside_of_autocast_and_a_read_where_tensors_are_made_elsewhere():
+    def run(mode):
+        model = make_net()
+        optimizer = Multiplies(model.parameters())
+        fusion = fuse(model, optimizer, mode) if mode else None
+        for i, (x, y) in enumerate(batches(8)):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=i % 2 == 0):
+                optimizer.step()
+            if i % 2:
+                with torch.device("meta"):
+                    copy.deepcopy(model)
+        if fusion:
+            fusion.detach()
+        return model, optimizer
+
+    assert_same(run("forward"), run(None))
+
+
+class KeepsWithoutReading(torch.autograd.Function):
+    """Saves a weight that its forward does not read."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weight,) = ctx.saved_tensors
+        return grad + weight.sum(), torch.ones_like(weight)
+
+
+def test_a_weight_that_a_graph_keeps_unread():
+    def run(mode):
+        model = make_net()
+        optimizer = adamw(model)
+        fusion = fuse(model, optimizer, mode) if mode else None
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            hidden = KeepsWithoutReading.apply(model.inner(x), model.scale)
+            F.cross_entropy(model.head(model.twice(hidden)), y).backward()
+            optimizer.step()
+        if fusion:
+            fusion.detach()
+        return model, optimizer
+
+    assert_same(run("forward"), run(None))
+
+
+def test_the_state_of_an_optimizer_is_a_dictionary_like_any_other():
+    def look(i, model, optimizer, x):
+        state = optimizer.state
+        return [len(copy.copy(state)), len(state | {}), len({} | state), len(list(reversed(state))), state != {}]
+
+    same(look)

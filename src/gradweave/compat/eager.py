@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -272,6 +273,16 @@ def is_compiled_outside(module: torch.nn.Module) -> bool:
     return isinstance(module, OptimizedModule)
 
 
+def without_new_function_modes(known: int) -> AbstractContextManager[Any]:
+    """Context in which no mode sees torch's functions, if there are more of them than were known."""
+    return torch._C.DisableTorchFunction() if other_function_modes() > known else nullcontext()
+
+
+def set_version(tensors: list[torch.Tensor], versions: list[int]) -> None:
+    """Says how often tensors have been changed in place."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def without_dispatch_modes() -> AbstractContextManager[Any]:
     """Context in which no mode sees, or traces, the operations that run."""
     if watchers() == 0:
@@ -297,6 +308,26 @@ def add_one(tensors: list[torch.Tensor]) -> None:
 def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors share a tensor's memory, itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # without the one that is asked here
+
+
+def is_sole_user(tensor: torch.Tensor) -> bool:
+    """Whether nothing else refers to a tensor's memory: no tensor, no storage, no array that it was made from."""
+    storage = tensor.untyped_storage()
+    return (
+        torch._C._storage_Use_Count(storage._cdata) == _SOLE_USE
+        and sys.getrefcount(storage) == _SOLE_REFERENCE
+        and storage.resizable()
+    )
+
+
+def _references() -> tuple[int, int]:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_SOLE_USE, _SOLE_REFERENCE = _references()
+"""What both say where that is so, as asked there."""
 
 
 def free_matmul_workspaces() -> None:

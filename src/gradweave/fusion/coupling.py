@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from gradweave.compat.eager import own_step
 from gradweave.errors import ArgumentError
 from gradweave.fusion.influence import find_influence
-from gradweave.fusion.stepping import PartialStepper, attributes_of, is_data, own_numbers
+from gradweave.fusion.stepping import PartialStepper, attributes_of, copy_attributes, is_data, own_numbers
 
 _SIDE = 2
 _OF_A_KIND = 4
@@ -94,13 +95,23 @@ def _step_around_a_parents(cls: type[Optimizer]) -> str:
 
 def _opaque_attribute(optimizer: Optimizer) -> str:
     """An attribute of which it cannot be seen whether a loop changes it between a step and its updates."""
-    for name, value in attributes_of(optimizer).items():
-        if not is_data(value) and not callable(value) and not isinstance(value, (torch.dtype, torch.device)):
+    kept = {f"its attribute {name!r}": value for name, value in attributes_of(optimizer).items()}
+    for index, group in enumerate(optimizer.param_groups):
+        kept |= {f"param_groups[{index}][{key!r}]": value for key, value in group.items() if key != "params"}
+    for place, value in kept.items():
+        if not is_data(value) and not _cannot_change(value):
             return (
-                f"keeps a {type(value).__name__} in its attribute {name!r}, which may change between a step and the "
-                "updates that are put off"
+                f"keeps a {type(value).__name__} in {place}, which may change between a step and the updates that are "
+                "put off"
             )
     return ""
+
+
+def _cannot_change(value: Any) -> bool:
+    """Whether an object that is no data is what it is: a type, or a function that remembers nothing."""
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    return isinstance(value, (type, BuiltinFunctionType, torch.dtype, torch.device, torch.layout))
 
 
 def _writes_elsewhere(optimizer: Optimizer) -> str:
@@ -234,9 +245,7 @@ def _tiny_copy(optimizer: Optimizer) -> Optimizer:
     tiny_optimizer = copy.deepcopy(optimizer, replaced)
     for group in tiny_optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
-    for name, value in vars(optimizer).items():
-        if name not in vars(tiny_optimizer) and name != "step":
-            setattr(tiny_optimizer, name, value)
+    copy_attributes(optimizer, tiny_optimizer, replaced)
     return tiny_optimizer
 
 

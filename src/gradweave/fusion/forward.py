@@ -21,11 +21,14 @@ from gradweave.compat.eager import (
     in_function_transform,
     is_being_traced,
     is_compiled,
+    is_sole_user,
     no_torch_function,
+    other_function_modes,
     outside_function_transforms,
-    storage_users,
+    set_version,
     version_of,
     without_dispatch_modes,
+    without_new_function_modes,
 )
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
@@ -93,6 +96,10 @@ class ForwardEngine:
         self._bucket_of: dict[int, int] = {}
         self._moved: dict[int, int] = {}
         self._ownership = Ownership()
+        own = begins_whole(optimizer)  # whose state is in parts of larger tensors, and whose code is known
+        self._may_read_attributes = not own and not type(optimizer).__module__.startswith("torch.optim")
+        self._state_is_its_own = own
+        self._function_modes = 0
         self._plain_state = False
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._used: dict[nn.Parameter, None] = {}
@@ -163,7 +170,7 @@ class ForwardEngine:
         """Applies everything that is pending, or waits for it."""
         if self._pending:
             with self._only_one():
-                while self._pending:
+                while self._pending and not any(update.is_running for update in self._pending.values()):
                     self._resolve(next(iter(self._pending.values())))
 
     @property
@@ -251,7 +258,13 @@ class ForwardEngine:
             with_grad = [p for p in params if p.grad is not None]
             self._norms.add(with_grad, [p.grad for p in with_grad])
             self._norms.end_step(params)
-        if self.stopped or not is_last or self._groups_changed() or (_capturing() and not self.in_graph):
+        if (
+            self.stopped
+            or not is_last
+            or _autocasting(params)
+            or self._groups_changed()
+            or (_capturing() and not self.in_graph)
+        ):
             settle_gradients(params)
             return
         if begins_whole(self.optimizer):
@@ -288,13 +301,17 @@ class ForwardEngine:
 
     def _may_wait(self, p: nn.Parameter, grad: torch.Tensor | None) -> bool:
         """Whether nothing can use a parameter or its gradient without asking Python."""
-        return type(p) is nn.Parameter and self._is_ours_to_hold(grad) and self._ownership.is_sole(p)
+        if type(p) is not nn.Parameter or not self._is_ours_to_hold(grad):
+            return False
+        if self._may_read_attributes and p.__dict__:  # such as a rate of its own, which the loop may change
+            return False
+        return self._ownership.is_sole(p, {} if self._state_is_its_own else self.optimizer.state)
 
     def _is_ours_to_hold(self, grad: torch.Tensor | None) -> bool:
         """Whether a gradient stays what it is until the update, unless it is changed through Python."""
         if type(grad) is LateGradient:
             return grad.layout is torch.strided
-        return type(grad) is torch.Tensor and grad.layout is torch.strided and storage_users(grad) == 1
+        return type(grad) is torch.Tensor and grad.layout is torch.strided and is_sole_user(grad)
 
     def _apart(self, updates: list[Update]) -> list[Update]:
         """Puts what has late gradients behind all the rest, in updates of its own, so that the rest need not wait."""
@@ -330,6 +347,7 @@ class ForwardEngine:
             self._learned([p for group in self.optimizer.param_groups for p in group["params"]])
 
     def _hand_over(self, updates: list[Update]) -> None:
+        self._function_modes = other_function_modes()
         self._launch(updates)
         # A graph from before the step must not be run backward with what it has kept of the weights.
         mark_written([p for update in updates for p in update.bucket.params])
@@ -420,6 +438,7 @@ class ForwardEngine:
             torch.no_grad(),
             no_autocast(update.bucket.params[0].device),
             without_dispatch_modes(),
+            without_new_function_modes(self._function_modes),
             not_compiling(),
         ):
             self._stepper.step_bucket(update.bucket, update.frozen, self._state)
@@ -432,6 +451,8 @@ class ForwardEngine:
         """
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), RLock()
+            for update in self._pending.values():
+                update.is_running = False
         return self._lock
 
     def _resolve_param(self, p: nn.Parameter) -> None:
@@ -510,6 +531,8 @@ class ForwardEngine:
                 raise
             finally:
                 update.is_running = False
+            # A graph that has kept a weight since the step, unread, has kept what the update makes of it.
+            set_version(list(params), written[: len(params)])
         self._end(update, cleared, since)
 
     def _apply_to(self, update: Update, grads: list[torch.Tensor]) -> None:
@@ -587,6 +610,11 @@ def _about_to_compile(engine: ref[ForwardEngine], *_: Any) -> None:
 
 def _of_odd_class(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
+
+
+def _autocasting(params: list[nn.Parameter]) -> bool:
+    """Whether a step is inside of autocast, which casts in some optimizers' arithmetic too."""
+    return bool(params) and torch.is_autocast_enabled(params[0].device.type)
 
 
 def _capturing() -> bool:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradweave.compat.eager import flat_leaves, memory_of, own_step
+from gradweave.fusion.stepping import copy_attributes
 
 _LARGEST_TRIED = 64 * 2**20
 """Bytes of parameters up to which a step is tried in memory where it cannot be followed without."""
@@ -74,9 +75,7 @@ def _full_copy(optimizer: Optimizer, device: str | None) -> Optimizer:
                     torch.empty_like(value, device=device) if like and device else copy.deepcopy(value)
                 )
     trial = copy.deepcopy(optimizer, replaced)
-    for name, value in vars(optimizer).items():
-        if name not in vars(trial) and name != "step":
-            setattr(trial, name, value)
+    copy_attributes(optimizer, trial, replaced)
     return trial
 
 

@@ -217,6 +217,7 @@ def _forward_to_settled(name: str) -> Callable[..., Any]:
 
 for _name in (
     "__getitem__", "__setitem__", "__delitem__", "__iter__", "__len__", "__contains__", "__eq__", "__repr__", "get",
-    "items", "keys", "values", "pop", "popitem", "clear", "setdefault", "update", "copy",
+    "items", "keys", "values", "pop", "popitem", "clear", "setdefault", "update", "copy", "__ne__", "__reversed__",
+    "__or__", "__ror__", "__ior__", "__copy__", "__missing__", "__sizeof__",
 ):  # fmt: skip
     setattr(PendingState, _name, _forward_to_settled(_name))

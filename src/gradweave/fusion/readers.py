@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
-from gradweave.compat.eager import is_compiled, is_compiled_outside, storage_users
+from gradweave.compat.eager import is_compiled, is_compiled_outside, is_sole_user
 
 COMPILED = (
     "the model is compiled by now, and a compiled model does not ask for its weights one by one; call torch.compile() "
@@ -36,22 +38,38 @@ def outside_of_compiled(model: nn.Module) -> Iterable[nn.Module]:
 
 
 class Ownership:
-    """Tells whether nothing but a parameter refers to its memory."""
+    """Tells whether nothing but a parameter, and its optimizer, refers to what an update writes."""
 
     def __init__(self) -> None:
         self._not_shared: dict[int, int] = {}
+        self._references = 0
+        stand_in = nn.Parameter(torch.empty(1))
+        self._references = self._most_references({stand_in: {"": torch.empty(1)}}, stand_in)
 
     def forget(self) -> None:
         """Looks at all parameters again."""
         self._not_shared = {}
 
-    def is_sole(self, p: nn.Parameter) -> bool:
-        """Whether no other tensor, and no other process, can see what is written to a parameter."""
-        if storage_users(p) > 1:
+    def is_sole(self, p: nn.Parameter, state: Mapping[Any, Any]) -> bool:
+        """Whether nobody else can see what is written to a parameter and its state: no tensor, array or process."""
+        if not is_sole_user(p):
             return False
         address = p.data_ptr()
         if self._not_shared.get(id(p)) != address:  # to ask torch takes ten times as long
             if p.device.type == "cpu" and p.is_shared():
                 return False
             self._not_shared[id(p)] = address
-        return True
+        return self._most_references(state, p) <= self._references
+
+    def _most_references(self, state: Mapping[Any, Any], p: nn.Parameter) -> int:
+        """How many refer to that tensor of a parameter's state, or to the dictionary, to which most do."""
+        own = state.get(p)
+        if not isinstance(own, dict):
+            return 0
+        most = sys.getrefcount(own)
+        for value in own.values():
+            if isinstance(value, torch.Tensor):
+                if not is_sole_user(value):
+                    return sys.maxsize
+                most = max(most, sys.getrefcount(value))
+        return most

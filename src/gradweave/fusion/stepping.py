@@ -54,6 +54,14 @@ def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
     return {name: _own(value) for name, value in attributes_of(optimizer).items() if is_data(value)}
 
 
+def copy_attributes(optimizer: Optimizer, trial: Optimizer, memo: dict[int, Any]) -> None:
+    """Gives a copy of an optimizer, on which steps are tried, attributes of its own."""
+    own = attributes_of(optimizer)
+    for name, value in vars(optimizer).items():
+        if name not in vars(trial) and name != "step":
+            setattr(trial, name, copy.deepcopy(value, memo) if name in own else value)
+
+
 _OF_ALL_OPTIMIZERS = frozenset(
     {
         "defaults",
@@ -112,9 +120,9 @@ def step_of(optimizer: Optimizer) -> FrozenStep | BegunStep:
 def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
-    if isinstance(value, (list, tuple, dict)):
-        return copy.deepcopy(value)
-    return value
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    return copy.deepcopy(value)
 
 
 class PartialStepper:
