@@ -134,6 +134,11 @@ class BackwardEngine:
         if self.accumulating or not isinstance(p, nn.Parameter) or p.grad is None:
             return
         self._check_gradient(p.grad)
+        if p.grad.dtype is not p.dtype:
+            raise GradweaveError(
+                f"a gradient has type {p.grad.dtype} and its weight {p.dtype}: the model was converted after "
+                "the forward; convert it before, or call zero_grad() and run the forward again"
+            )
         running = current_backward()
         if running != self._watched_in:
             self._begin_watching(p, running)

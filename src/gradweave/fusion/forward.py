@@ -303,6 +303,8 @@ class ForwardEngine:
         """Whether nothing can use a parameter or its gradient without asking Python."""
         if type(p) is not nn.Parameter or not self._is_ours_to_hold(grad):
             return False
+        if grad is None or grad.dtype is not p.dtype:  # of a graph from before the model was converted
+            return False
         if self._may_read_attributes and p.__dict__:  # such as a rate of its own, which the loop may change
             return False
         return self._ownership.is_sole(p, {} if self._state_is_its_own else self.optimizer.state)

@@ -97,6 +97,9 @@ class LoopObserver:
         if p.grad.layout is not torch.strided:
             self.note("sparse gradients")
             return
+        if p.grad.dtype is not p.dtype:  # of a graph from before the model was converted
+            self.note("has gradients of another type than weights")
+            return
         if isinstance(p.grad, _ObservedGradient):
             return
         if not self._real:
