@@ -371,9 +371,12 @@ def test_fusion_in_backward_is_refused(cls, trained):
     optimizer = cls(model)
     if trained:
         train(model, optimizer, rows(2))
-    for mode in ("backward", "auto"):
-        with pytest.raises(ArgumentError, match=r'mode=.*use mode="forward"'):
-            fuse(model, optimizer, mode)
+    with pytest.raises(ArgumentError, match=r'mode=.*use mode="forward"'):
+        fuse(model, optimizer, "backward")
+    with pytest.raises(ArgumentError, match=r'allow_backward=.*use mode="forward"'):
+        fuse(model, optimizer, allow_backward=True)
+    with fuse(model, optimizer, "auto"):
+        train(model, optimizer, rows(2))
     train(model, optimizer, rows(1))
 
 
