@@ -25,6 +25,9 @@ map_nested = tree_map
 """Applies a function to every leaf of nested containers."""
 
 
+DispatchMode = torch.utils._python_dispatch.TorchDispatchMode
+"""A context that sees, or changes, the operations that run."""
+
 ConvolutionModule = torch.nn.modules.conv._ConvNd
 """What all convolution modules have in common."""
 

@@ -140,7 +140,7 @@ class Connections:
 
     @contextmanager
     def one(self) -> Iterator[Store]:
-        """One that is used by nobody else meanwhile."""
+        """A connection for one user at a time."""
         with self._lock:
             store = self._free.pop() if self._free else None
         if store is None:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradweave.compat.eager import flat_leaves, memory_of, own_step
+from gradweave.compat.eager import DispatchMode, flat_leaves, memory_of, own_step
 from gradweave.fusion.stepping import copy_attributes
 
 _LARGEST_TRIED = 64 * 2**20
@@ -79,7 +78,7 @@ def _full_copy(optimizer: Optimizer, device: str | None) -> Optimizer:
     return trial
 
 
-class _Follower(TorchDispatchMode):
+class _Follower(DispatchMode):
     """Notes of each piece of memory which parameters have had a part in it.
 
     Attributes:

@@ -51,7 +51,7 @@ class Ownership:
         self._not_shared = {}
 
     def is_sole(self, p: nn.Parameter, state: Mapping[Any, Any]) -> bool:
-        """Whether nobody else can see what is written to a parameter and its state: no tensor, array or process."""
+        """Whether no other tensor, array or process can see what is written to a parameter and its state."""
         if not is_sole_user(p):
             return False
         address = p.data_ptr()

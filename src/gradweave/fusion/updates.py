@@ -14,7 +14,7 @@ from gradweave.fusion.stepping import BegunStep, FrozenStep
 
 @dataclass
 class Update:
-    """An update that step() has decided and that nobody has seen yet.
+    """An update that step() has decided and that has not been seen yet.
 
     Attributes:
         bucket: What it updates.

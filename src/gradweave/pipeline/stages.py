@@ -136,7 +136,7 @@ class Stage(PipelineStage):
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Context of torch's run on a first micro-batch, which finds out shapes: of a copy that nobody looks at."""
+        """Context of torch's run on a first micro-batch, which finds out shapes: of a copy without hooks."""
         real = self.submod
         with unseen(real, self.device) as stand_in:
             self.submod = stand_in

@@ -280,7 +280,7 @@ class _Whole(Function):
 class SharedTaps:
     """The taps of a model's layers: of one forward, and of those that come while its graph is there.
 
-    They are made anew where a parameter was replaced, moved or frozen.
+    They are made again where a parameter was replaced, moved or frozen.
 
     Args:
         queue: Where weight gradients are left.
