@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradweave.data_parallel.gradients import is_pending, pending_class
+from gradweave.data_parallel.gradients import pending_class
+from gradweave.fusion.pending import is_pending_gradient
 
 
 def pending():
@@ -30,11 +31,11 @@ def pending():
 )  # fmt: skip
 def test_whoever_looks_waits_once(use):
     gradient, waits = pending()
-    assert is_pending(gradient)
+    assert is_pending_gradient(gradient)
     use(gradient)
     use(gradient)
     assert waits == [1]
-    assert not is_pending(gradient)
+    assert not is_pending_gradient(gradient)
     assert gradient.tolist() == [2.0] * 3
 
 

@@ -146,13 +146,20 @@ def restore(param: nn.Parameter) -> None:
     param.__dict__.pop(_SHOWN, None)
 
 
+def is_pending_gradient(value: Any) -> bool:
+    """Whether a gradient is of a class of :func:`pending_gradient_class` now."""
+    return getattr(type(value), "_is_pending", False)
+
+
 def pending_gradient_class(resolve: Callable[[torch.Tensor], None]) -> type[torch.Tensor]:
-    """A class that gradients take on while an update with them is pending.
+    """A class that gradients take on while they are on their way, or while an update with them is pending.
 
     Any torch function given such a gradient calls ``resolve`` first, which must give it back its own class.
     """
 
     class PendingGradient(torch.Tensor):
+        _is_pending = True
+
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
