@@ -62,7 +62,11 @@ class HandedOn:
     @property
     def is_in_grad(self) -> bool:
         """Whether a stand-in is where backward has put it: no step has taken it over."""
-        return any((p := known()) is not None and type(p.grad) is LateGradient for known in self._params)
+        return any((p := known()) is not None and self._is_ours(p.grad) for known in self._params)
+
+    def _is_ours(self, gradient: torch.Tensor | None) -> bool:
+        """Whether that is a stand-in as backward has made it, not what an update that has taken it over shows."""
+        return type(gradient) is LateGradient and gradient.source in self._parts
 
     def settle(self) -> list[torch.Tensor]:
         """Finishes the gradients on the stream of the backward; the current one waits for that."""
@@ -80,7 +84,7 @@ class HandedOn:
         """Finishes the gradients, and puts them where stand-ins are in ``.grad``."""
         made = self.settle()
         for known, gradient in zip(self._params, made, strict=True):
-            if (p := known()) is not None and type(p.grad) is LateGradient:
+            if (p := known()) is not None and self._is_ours(p.grad):
                 p.grad = gradient
 
     def ready(self) -> list[torch.Tensor]:
