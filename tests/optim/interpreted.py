@@ -4,6 +4,7 @@ import gc
 import os
 import warnings
 from contextlib import contextmanager
+from weakref import ref
 
 import numpy as np
 import torch
@@ -59,13 +60,28 @@ def _create_true_dot(self, a, b, *rest):
 interpreter.InterpreterBuilder.create_dot = _create_true_dot
 
 
+_earlier = []
+"""Tensors that were there when objects were last frozen, weakly."""
+
+
+def _tensors():
+    """All tensors there are; objects of modules, of which there are a million, are looked through only once."""
+    objects = gc.get_objects()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        new = [x for x in objects if type(x) in (torch.Tensor, torch.nn.Parameter)]
+    found = [*new, *(x for known in _earlier if (x := known()) is not None)]
+    if len(objects) > 50_000:
+        _earlier[:] = [ref(x) for x in found]
+        gc.freeze()
+    return found
+
+
 class _Launch:
     """What the programs of one launch touch."""
 
     def __init__(self):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        tensors = _tensors()
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
         self.starts = np.array(sorted(storages), dtype=np.int64)
         self.ends = self.starts + np.array([storages[start] for start in self.starts.tolist()])
