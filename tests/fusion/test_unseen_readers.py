@@ -298,6 +298,18 @@ def test_a_parameter_made_from_the_class_of_a_pending_one():
     same(make_another)
 
 
+def test_a_parameter_made_from_a_pending_one_shares_its_memory():
+    def tie(i, model, optimizer, x):
+        tied = nn.Parameter(model.head.weight)
+        assert type(tied) is nn.Parameter
+        assert tied.is_leaf
+        assert tied.data_ptr() == model.head.weight.data_ptr()
+        assert type(model.head.weight.detach()) is torch.Tensor
+        return tied.tolist()
+
+    same(tie)
+
+
 def test_a_graph_from_before_the_step_is_stale_as_in_stock():
     def run(mode):
         model = make_net()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,7 @@ Its shape is not among them: functions that go on to read the value without anot
 Python, such as vmap, ask for it first.
 """
 _SHOWN = "_gradient_shown"
+_MAKE_PARAMETER = nn.Parameter.__new__.__code__
 
 
 def pending_class(resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
@@ -69,6 +71,14 @@ def pending_class(resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]
         @grad.deleter
         def grad(self) -> None:
             self.grad = None
+
+        def detach(self) -> Any:
+            resolve(self)
+            plain = self.detach()
+            # nn.Parameter(p) makes a parameter of this, and only if it is of the class that p has by now.
+            if sys._getframe(1).f_code is _MAKE_PARAMETER:
+                plain.__class__ = nn.Parameter
+            return plain
 
         @classmethod
         def __torch_function__(
