@@ -14,13 +14,13 @@ class ModuleHook:
     Modules take their hooks along; the copy's one does nothing, so that a copy is a stock model.
     """
 
-    def __init__(self, callback: Callable[[nn.Module, Any], None] | None = None) -> None:
+    def __init__(self, callback: Callable[..., None] | None = None) -> None:
         self._callback = callback
 
-    def __call__(self, module: nn.Module, args: Any = (), *_: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any = (), *keywords: Any) -> None:
         """As torch calls it, before the module's forward, with the forward's arguments."""
         if self._callback is not None:
-            self._callback(module, args)
+            self._callback(module, args, *keywords)
 
     def __deepcopy__(self, _: Any) -> ModuleHook:
         return ModuleHook()

@@ -127,7 +127,7 @@ def _check_model(model: nn.Module, optimizer: Optimizer, mode: str) -> None:
             raise ArgumentError("model", "DataParallel", "copies weights behind our back; use DistributedDataParallel")
         if mode == "backward" and isinstance(module, nn.parallel.DistributedDataParallel):
             raise ArgumentError("mode", mode, 'would see gradients before DDP has averaged them; use mode="forward"')
-        _check_neighbours(module, optimizer)
+    _check_neighbours(model, optimizer)
     own = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -145,14 +145,22 @@ def _check_model(model: nn.Module, optimizer: Optimizer, mode: str) -> None:
                 )
 
 
-def _check_neighbours(module: nn.Module, optimizer: Optimizer) -> None:
+def _check_neighbours(model: nn.Module, optimizer: Optimizer) -> None:
     """Another optimizer on the same model is welcome, one on the same parameters is not."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for mark in load_hooks(module):
-        if isinstance(mark, _Mark) and not own.isdisjoint(mark.params):
+    for mark, _ in _fusions(model):
+        if not own.isdisjoint(mark.params):
             raise ArgumentError(
-                "optimizer", type(optimizer).__name__, "shares parameters with one that is fused; detach() that first"
+                "optimizer",
+                type(optimizer).__name__,
+                "shares parameters with one that is fused; detach() that fusion first (gradweave.fusion.fusions_of("
+                "model) finds it again, in a notebook whose cell is run twice for example)",
             )
+
+
+def fusions_of(model: nn.Module) -> list[Fusion]:
+    """All fusions that are attached to a model, or to parts of it."""
+    return list(dict.fromkeys(fusion for _, fusion in _fusions(model)))
 
 
 def is_fused(model: nn.Module) -> bool:
@@ -245,7 +253,7 @@ class Fusion:
                 optimizer,
                 self._engine.before_step,
                 self._engine.after_step,
-                check_compiled=self._engine.check_compiled,
+                check_stock_order=self._engine.check_stock_order,
             )
             undo.callback(hooks.remove)
             _mark_owners(model, optimizer, self, undo)

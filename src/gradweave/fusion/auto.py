@@ -139,10 +139,10 @@ class AutoEngine:
         if self._engine is not None:
             self._engine.accumulating = self._accumulating
 
-    def check_compiled(self) -> None:
-        """Stock order is all that a compiled step allows where backward has been chosen, or is tried."""
+    def check_stock_order(self, reason: str) -> None:
+        """A step is to be in stock order, which backward cannot do where it has been chosen, or is tried."""
         if isinstance(self._engine, BackwardEngine):
-            self._engine.check_compiled()
+            self._engine.check_stock_order(reason)
 
     def before_step(self, is_last: bool) -> None:
         """Passes on to what is attached now."""

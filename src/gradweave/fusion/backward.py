@@ -272,9 +272,10 @@ class BackwardEngine:
 
     # At step()
 
-    def check_compiled(self) -> None:
-        """Refuses a compiled step: which parameters are left for it changes from step to step."""
-        raise GradweaveError(f'a compiled optimizer.step() with mode="backward": call step() itself, or {REMEDY}')
+    def check_stock_order(self, reason: str) -> None:
+        """Refuse a step that has to be in stock order: backward has updated parameters before it is called."""
+        self._hidden.restore()
+        raise GradweaveError(f'{reason}: mode="backward" has updated by then; call step() by itself, or {REMEDY}')
 
     def before_step(self, is_last: bool) -> None:  # noqa: ARG002
         """Leaves for the optimizer's own update what backward has not updated."""

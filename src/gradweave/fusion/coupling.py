@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
-from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +17,15 @@ from torch.optim import Optimizer
 from gradweave.compat.eager import own_step
 from gradweave.errors import ArgumentError
 from gradweave.fusion.influence import find_influence
-from gradweave.fusion.stepping import PartialStepper, attributes_of, copy_attributes, is_data, own_numbers
+from gradweave.fusion.reach import find_reach, is_torchs
+from gradweave.fusion.stepping import (
+    PartialStepper,
+    attributes_of,
+    cannot_change,
+    copy_attributes,
+    is_data,
+    own_numbers,
+)
 
 _SIDE = 2
 _OF_A_KIND = 4
@@ -60,10 +67,10 @@ def check_independent(optimizer: Optimizer, *, remedy: str = "train without fuse
 
 def _fault_of(optimizer: Optimizer) -> str:
     """Why an optimizer cannot be stepped in parts; empty if it can."""
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_torchs(optimizer):
         with _left_as_it_was(optimizer):
             return _difference(optimizer, "random")
-    fault = _step_around_a_parents(type(optimizer)) or _opaque_attribute(optimizer)
+    fault = _step_around_a_parents(type(optimizer)) or _opaque_attribute(optimizer) or find_reach(optimizer)
     if fault:
         return fault
     with _left_as_it_was(optimizer):
@@ -99,19 +106,12 @@ def _opaque_attribute(optimizer: Optimizer) -> str:
     for index, group in enumerate(optimizer.param_groups):
         kept |= {f"param_groups[{index}][{key!r}]": value for key, value in group.items() if key != "params"}
     for place, value in kept.items():
-        if not is_data(value) and not _cannot_change(value):
+        if not is_data(value) and not cannot_change(value):
             return (
                 f"keeps a {type(value).__name__} in {place}, which may change between a step and the updates that are "
                 "put off"
             )
     return ""
-
-
-def _cannot_change(value: Any) -> bool:
-    """Whether an object that is no data is what it is: a type, or a function that remembers nothing."""
-    if isinstance(value, FunctionType):
-        return value.__closure__ is None
-    return isinstance(value, (type, BuiltinFunctionType, torch.dtype, torch.device, torch.layout))
 
 
 def _writes_elsewhere(optimizer: Optimizer) -> str:
@@ -121,7 +121,11 @@ def _writes_elsewhere(optimizer: Optimizer) -> str:
     before = _settings(tiny), own_numbers(tiny), [_plain_attributes(owner) for owner in classes]
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     _set_gradients(tiny, torch.Generator().manual_seed(2))
-    own_step(tiny)(tiny)
+    gradients = [p.grad for p in _params(tiny)]
+    if own_step(tiny)(tiny) is not None:
+        return "has a step() that returns something, which it could only know once all updates are done"
+    if any(p.grad is not gradient for p, gradient in zip(_params(tiny), gradients, strict=True)):
+        return "assigns .grad in its step, which would show only once the update is done"
     if not torch.equal(torch.get_rng_state(), torch_state) or random.getstate() != python_state:
         return "draws random numbers, which are other ones if it draws them in parts"
     groups, attributes, of_classes = before

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from gradweave.announce import announce
 from gradweave.compat.dynamo import call_before_compiling, not_compiling, stop_calling_before_compiling
 from gradweave.compat.eager import (
+    flat_leaves,
     in_function_transform,
     is_being_traced,
     is_compiled,
@@ -46,13 +47,15 @@ from gradweave.fusion.pending import (
     show,
     shown_gradient,
 )
-from gradweave.fusion.readers import COMPILED, TRACED, Ownership, outside_of_compiled, why_never
+from gradweave.fusion.readers import COMPILED, TRACED, Ownership, outside_of_compiled, weights_looked_at, why_never
 from gradweave.fusion.stepping import (
     PartialStepper,
     begins_whole,
+    can_be_frozen,
     mark_written,
     no_autocast,
     step_of,
+    with_default_type,
 )
 from gradweave.fusion.updates import Update, await_late, restrict
 from gradweave.module_hook import ModuleHook
@@ -100,6 +103,8 @@ class ForwardEngine:
         self._may_read_attributes = not own and not type(optimizer).__module__.startswith("torch.optim")
         self._state_is_its_own = own
         self._function_modes = 0
+        self._default_type = torch.get_default_dtype()
+        self._gradients_taken: set[int] = set()
         self._plain_state = False
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._used: dict[nn.Parameter, None] = {}
@@ -127,7 +132,8 @@ class ForwardEngine:
         for module in outside_of_compiled(self._model):
             self._learn_order(module)
             self._guard_owner(module)
-        self._on_modules.append(self._model.register_forward_pre_hook(ModuleHook(self._entered), prepend=True))
+        entered = ModuleHook(self._entered)
+        self._on_modules.append(self._model.register_forward_pre_hook(entered, prepend=True, with_kwargs=True))
 
     def detach(self) -> None:
         """Applies what is pending and takes every hook away."""
@@ -213,14 +219,16 @@ class ForwardEngine:
         """Brings up to date what might be read where a Parameter's class is not consulted.
 
         Compiled modules read all of theirs at once; a module from outside torch may hand its own
-        parameters to a compiled extension.
+        parameters to a compiled extension; some of torch's compute in another way for parameters of an unknown class.
         """
         whole = is_compiled(module)
         if whole or not type(module).__module__.startswith("torch.nn"):
             params = list(module.parameters(recurse=whole))
-            if params:
-                resolve = ModuleHook(partial(self._resolve_all, params))
-                self._on_modules.append(module.register_forward_pre_hook(resolve, prepend=True))
+        else:
+            params = weights_looked_at(module)
+        if params:
+            resolve = ModuleHook(partial(self._resolve_all, params))
+            self._on_modules.append(module.register_forward_pre_hook(resolve, prepend=True))
 
     def _resolve_all(self, params: list[nn.Parameter], *_: Any) -> None:
         if torch.compiler.is_compiling():  # Dynamo: nothing is pending then, and no hook is to be compiled
@@ -229,7 +237,7 @@ class ForwardEngine:
             for p in params:
                 self._resolve_param(p)
 
-    def _entered(self, _: nn.Module, args: Any) -> None:
+    def _entered(self, _: nn.Module, args: Any, keywords: Any) -> None:
         """The model is about to run: brings it up to date where its uses of parameters would go unnoticed.
 
         Function transforms unwrap parameters, and inputs of another tensor class may take a
@@ -240,13 +248,13 @@ class ForwardEngine:
             return
         if is_being_traced():
             self.stop(TRACED)
-        elif self._pending and (in_function_transform() or any(_of_odd_class(value) for value in args)):
+        elif self._pending and (in_function_transform() or any(map(_of_odd_class, flat_leaves((args, keywords))))):
             self.flush()
 
     # At step()
 
-    def check_compiled(self) -> None:
-        """A compiled step is one in stock order."""
+    def check_stock_order(self, reason: str) -> None:
+        """Any step may be one in stock order."""
 
     def before_step(self, is_last: bool) -> None:
         """Decides what is deferred; the optimizer's own update finds nothing to do for that."""
@@ -264,12 +272,15 @@ class ForwardEngine:
             or _autocasting(params)
             or self._groups_changed()
             or (_capturing() and not self.in_graph)
+            or not (begins_whole(self.optimizer) or can_be_frozen(self.optimizer))
         ):
             settle_gradients(params)
             return
         if begins_whole(self.optimizer):
             settle_gradients(params)
+        self._gradients_taken.clear()
         updates = self._apart([update for bucket in self.buckets if (update := self._take(bucket)) is not None])
+        self._gradients_taken.clear()
         if not updates or not self._may_launch(updates, params):
             settle_gradients(params)
             return
@@ -288,11 +299,10 @@ class ForwardEngine:
     def _take(self, bucket: Bucket) -> Update | None:
         """What of a bucket can be updated later; None if nothing of it."""
         grads = [p.grad for p in bucket.params]
-        if not all(self._may_wait(p, grad) for p, grad in zip(bucket.params, grads, strict=True)):
+        may_wait = [self._may_wait(p, grad) for p, grad in zip(bucket.params, grads, strict=True)]
+        if not all(may_wait):
             present = {
-                p: grad
-                for p, grad in zip(bucket.params, grads, strict=True)
-                if grad is not None and self._may_wait(p, grad)
+                p: grad for p, grad, may in zip(bucket.params, grads, may_wait, strict=True) if grad is not None and may
             }
             if not present:
                 return None
@@ -305,6 +315,9 @@ class ForwardEngine:
             return False
         if grad is None or grad.dtype is not p.dtype:  # of a graph from before the model was converted
             return False
+        if id(grad) in self._gradients_taken:  # one gradient of two parameters, whose updates must find the same
+            return False
+        self._gradients_taken.add(id(grad))
         if self._may_read_attributes and p.__dict__:  # such as a rate of its own, which the loop may change
             return False
         return self._ownership.is_sole(p, {} if self._state_is_its_own else self.optimizer.state)
@@ -350,6 +363,7 @@ class ForwardEngine:
 
     def _hand_over(self, updates: list[Update]) -> None:
         self._function_modes = other_function_modes()
+        self._default_type = torch.get_default_dtype()
         self._launch(updates)
         # A graph from before the step must not be run backward with what it has kept of the weights.
         mark_written([p for update in updates for p in update.bucket.params])
@@ -441,6 +455,7 @@ class ForwardEngine:
             no_autocast(update.bucket.params[0].device),
             without_dispatch_modes(),
             without_new_function_modes(self._function_modes),
+            with_default_type(self._default_type),
             not_compiling(),
         ):
             self._stepper.step_bucket(update.bucket, update.frozen, self._state)

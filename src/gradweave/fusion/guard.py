@@ -55,6 +55,26 @@ class GradientGuard(torch.Tensor):
         """Raises, likewise."""
         raise self._on_use("tolist()")
 
+    def share_memory_(self) -> Any:
+        """Raises: there is no memory to share, and torch would not notice."""
+        raise self._on_use("share_memory_()")
+
+    def data_ptr(self) -> Any:
+        """Raises, likewise."""
+        raise self._on_use("data_ptr()")
+
+    def storage(self) -> Any:
+        """Raises, likewise."""
+        raise self._on_use("storage()")
+
+    def untyped_storage(self) -> Any:
+        """Raises, likewise."""
+        raise self._on_use("untyped_storage()")
+
+    def is_shared(self) -> Any:
+        """Raises, likewise."""
+        raise self._on_use("is_shared()")
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GradientGuard(shape={tuple(self.shape)})"
 

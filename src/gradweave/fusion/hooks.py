@@ -6,6 +6,7 @@ import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from inspect import signature
 from types import FrameType
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.compat.dynamo import outside_of_graphs
-from gradweave.compat.eager import put_first_behind_step, step_pre_hooks
+from gradweave.compat.eager import own_step, put_first_behind_step, step_pre_hooks
+from gradweave.fusion.reach import is_torchs
+from gradweave.fusion.stepping import begins_whole
 
 
 class HiddenParams:
@@ -127,7 +130,9 @@ class StepHooks:
     that was added later may still change gradients. The order is put right for the next step.
     ``after`` comes before every other hook behind the step. Where a class's ``step`` calls its
     parent's, which runs the hooks again, only the outer call counts. A step that is compiled is
-    taken in stock order; ``check_compiled`` may refuse it.
+    taken in stock order, and so is one that is given anything but a closure, which an update that is put off would
+    be taken without, or a closure that a step of an unknown kind may call at any time, or twice; ``check_stock_order``
+    is told why, and may refuse.
     """
 
     def __init__(
@@ -136,12 +141,14 @@ class StepHooks:
         before: Callable[[bool], None],
         after: Callable[[], None],
         *,
-        check_compiled: Callable[[], None] = lambda: None,
+        check_stock_order: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.optimizer = optimizer
         self._before = before
         self._after = after
-        self._check_compiled = check_compiled
+        self._check_stock_order = check_stock_order
+        self._calls_closure_first = is_torchs(optimizer) or begins_whole(optimizer)
+        self._takes_closure_first = _first_argument(own_step(optimizer)) == "closure"
         self._outer: FrameType | None = None
         self._pre = optimizer.register_step_pre_hook(self._pre_hook)
         try:
@@ -168,10 +175,18 @@ class StepHooks:
             return None
         self._outer = _frame_of_step(sys._getframe(1))
         last = self.is_last
-        position = 1 if len(args) > 1 else None
+        position = len(args) > 1 and self._takes_closure_first
         closure = args[1] if position else kwargs.get("closure")
+        if len(args) > 1 + position or kwargs.keys() - {"closure"}:
+            self._check_stock_order("step() with arguments besides a closure")
+            self._before(False)
+            return None
         if closure is None:
             self._before(last)
+            return None
+        if not self._calls_closure_first:
+            self._check_stock_order(f"a closure for {type(self.optimizer).__name__}, which may call it at any time")
+            self._before(False)
             return None
 
         def closure_then_before() -> Any:
@@ -182,7 +197,7 @@ class StepHooks:
             return loss
 
         if position:
-            return (args[0], closure_then_before, *args[2:]), kwargs
+            return (args[0], closure_then_before), kwargs
         return args, {**kwargs, "closure": closure_then_before}
 
     def _post_hook(self, *_: Any) -> None:
@@ -200,12 +215,20 @@ class StepHooks:
     @outside_of_graphs
     def _before_compiled(self) -> None:
         """Dynamo has compiled the step: it is taken in stock order, as if a hook behind this one asked for that."""
-        self._check_compiled()
+        self._check_stock_order("a compiled optimizer.step()")
         self._before(False)
 
     @outside_of_graphs
     def _after_compiled(self) -> None:
         self._after()
+
+
+def _first_argument(step: Callable[..., Any]) -> str:
+    """The name of what a step is given first besides its optimizer; empty if it takes nothing."""
+    try:
+        return next(iter([*signature(step).parameters][1:]), "")
+    except (TypeError, ValueError):  # of a function that is not of Python
+        return ""
 
 
 def _is_on_stack(wanted: FrameType) -> bool:

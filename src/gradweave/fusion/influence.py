@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradweave.compat.eager import DispatchMode, flat_leaves, memory_of, own_step
 from gradweave.fusion.stepping import copy_attributes
 
-_LARGEST_TRIED = 64 * 2**20
+_LARGEST_TRIED = 16 * 2**20
 """Bytes of parameters up to which a step is tried in memory where it cannot be followed without."""
 
 

@@ -74,7 +74,8 @@ def pending_class(resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]
 
         def detach(self) -> Any:
             resolve(self)
-            plain = self.detach()
+            with no_torch_function():
+                plain = torch.Tensor.detach(self)
             # nn.Parameter(p) makes a parameter of this, and only if it is of the class that p has by now.
             if sys._getframe(1).f_code is _MAKE_PARAMETER:
                 plain.__class__ = nn.Parameter
@@ -92,13 +93,19 @@ def pending_class(resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]
                 resolve(param)
             return func(*args, **kwargs)
 
+        # While the update itself runs, a parameter is still pending for others, and for it what it is.
+
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             resolve(self)
-            return self.__deepcopy__(memo)
+            with no_torch_function():
+                return nn.Parameter.__deepcopy__(self, memo)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             resolve(self)
-            return self.__reduce_ex__(protocol)
+            if type(self) is nn.Parameter:
+                return self.__reduce_ex__(protocol)
+            with no_torch_function():
+                return nn.Parameter(torch.Tensor.detach(self), self.requires_grad).__reduce_ex__(protocol)
 
     return PendingParameter
 

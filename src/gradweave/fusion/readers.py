@@ -37,6 +37,15 @@ def outside_of_compiled(model: nn.Module) -> Iterable[nn.Module]:
             yield from outside_of_compiled(child)
 
 
+def weights_looked_at(module: nn.Module) -> list[nn.Parameter]:
+    """The weights of whose class one of torch's modules makes its way dependent, such as a fast one in evaluation."""
+    if isinstance(module, nn.TransformerEncoder):
+        return list(module.layers[0].parameters()) if len(module.layers) else []
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention)):
+        return list(module.parameters())
+    return []
+
+
 class Ownership:
     """Tells whether nothing but a parameter, and its optimizer, refers to what an update writes."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import unwrap
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -117,12 +118,24 @@ def step_of(optimizer: Optimizer) -> FrozenStep | BegunStep:
     return BegunStep(optimizer.begin_parts()) if begins_whole(optimizer) else FrozenStep(optimizer)  # type: ignore[attr-defined]
 
 
+def cannot_change(value: Any) -> bool:
+    """Whether an object that is no data is what it is: a type, or a function that remembers nothing."""
+    if isinstance(value, FunctionType):
+        return value.__closure__ is None
+    return isinstance(value, (type, BuiltinFunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format))
+
+
+def can_be_frozen(optimizer: Optimizer) -> bool:
+    """Whether all that a step reads in groups and attributes can be kept as it is for updates that come later."""
+    groups = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    return all(is_data(value) or cannot_change(value) for value in (*groups, *attributes_of(optimizer).values()))
+
+
 def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.clone()
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return value
-    return copy.deepcopy(value)
+    # Anything else cannot be told from a copy of it: updates that use it are not put off.
+    return copy.deepcopy(value) if isinstance(value, (list, tuple, dict)) and is_data(value) else value
 
 
 class PartialStepper:
@@ -176,6 +189,20 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+@contextmanager
+def with_default_type(wanted: torch.dtype) -> Iterator[None]:
+    """Context in which new tensors are of the type that they were of at ``step()``."""
+    now = torch.get_default_dtype()
+    if now is wanted:
+        yield
+        return
+    torch.set_default_dtype(wanted)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(now)
 
 
 def mark_written(params: Iterable[torch.nn.Parameter]) -> None:
