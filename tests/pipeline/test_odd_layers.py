@@ -67,6 +67,13 @@ def test_a_tuple_of_one_is_refused():
         pipe.step(*data())
 
 
+@pytest.mark.parametrize("beside", [None, 3, True])
+def test_what_is_no_tensor_is_not_handed_on(beside):
+    pipe = Pipeline(layers(Function(lambda x: (x, beside)), Function(lambda given: given[0])), F.mse_loss, **TWO_STAGES)
+    with pytest.raises(GradweaveError, match=f"hands on '{type(beside).__name__}', and only tensors can be sent"):
+        pipe.step(*data())
+
+
 def test_a_precision_that_changes_is_refused():
     pipe = Pipeline(layers(nn.Tanh(), nn.Identity()), F.mse_loss, **TWO_STAGES)
     pipe.step(*data())

@@ -284,6 +284,61 @@ def test_a_graph_that_fails_when_it_first_runs_changes_nothing_and_gives_way(low
     assert len(warned()) == 1
 
 
+@pytest.fixture
+def frail():
+    """An operation whose backward fails when it is called the second time, in the first graph; and its calls."""
+    calls = []
+
+    @torch.library.custom_op("gradweave_tests::back", mutates_args=())
+    def back(grad: torch.Tensor) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == 2:
+            raise ValueError("on purpose")
+        return grad.clone()
+
+    @torch.library.custom_op("gradweave_tests::frail", mutates_args=())
+    def frail(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    back.register_fake(torch.empty_like)
+    frail.register_fake(torch.empty_like)
+    frail.register_autograd(lambda _, grad: back(grad))
+    return frail, calls
+
+
+def test_a_graph_that_fails_late_in_its_first_backward_has_updated_nothing(frail, warned):
+    operation, calls = frail
+
+    class Frail(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = nn.Linear(48, 8), nn.Linear(8, 5)
+
+        def forward(self, x):
+            return self.head(operation(self.inner(x)))
+
+    def run(compiled):
+        torch.manual_seed(0)
+        model, losses = Frail(), []
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        calls.clear()
+        step = gradweave.compile(model, loss_fn, optimizer, lower="replay") if compiled else None
+        for batch in batches(6):
+            if step is not None:
+                losses.append(step(*batch))
+                continue
+            calls.clear()  # does not fail
+            losses.append(loss_fn(model, *batch))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer, torch.stack(losses).detach()
+
+    assert_identical(run(compiled=True), run(compiled=False))
+    (message,) = warned()
+    assert "ValueError: on purpose" in message
+
+
 def test_errors_of_the_user_are_the_users():
     def picky(model, x, y):
         if x.shape[0] == 3:

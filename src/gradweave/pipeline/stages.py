@@ -149,8 +149,17 @@ class Stage(PipelineStage):
 
     def _note(self, _: nn.Module, __: Any, made: Any) -> None:
         """Remembers what the next stage has been told to wait for."""
-        if not self.is_last:
-            self._shapes = _shapes_of(made)
+        if self.is_last:
+            return
+        odd = [
+            one for one in (made if isinstance(made, (tuple, list)) else (made,)) if not isinstance(one, torch.Tensor)
+        ]
+        if odd:
+            raise GradweaveError(
+                f"stage {self.stage_index} (layers {self._names()}) hands on {type(odd[0]).__name__!r}, and only "
+                "tensors can be sent: return a tensor or a tuple of them, or keep the layers that need it in one module"
+            )
+        self._shapes = _shapes_of(made)
 
     def _names(self) -> str:
         return ", ".join(name for name, _ in self.submod.layers.named_children())  # type: ignore[union-attr]

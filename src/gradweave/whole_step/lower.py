@@ -42,9 +42,9 @@ class Runnable(Protocol):
 class Replay:
     """The traced operations one after the other: bit for bit what the eager step computes.
 
-    Updates are done as soon as they can, so that gradients need not all be there at once; but in the order in which
-    they were traced where that could be seen, as they draw random numbers or weights share memory. Every operation of
-    backward is for an input or for weights, so that their tasks can be told apart.
+    Once :meth:`hurry` was called, updates are done as soon as they can, so that gradients need not all be there at
+    once; but in the order in which they were traced where that could be seen, as they draw random numbers or weights
+    share memory. Every operation of backward is for an input or for weights, so that their tasks can be told apart.
 
     Args:
         traced: The step.
@@ -54,8 +54,13 @@ class Replay:
     def __init__(self, traced: TracedStep, *, in_order: bool = False) -> None:
         self._traced = traced
         split_convolutions(traced.graph)
-        if not in_order and not draws_in_update(traced.graph):
-            updates_at_their_gradients(traced.graph)
+        self._waits = in_order or draws_in_update(traced.graph)
+
+    def hurry(self) -> None:
+        """Lets updates come before the end of backward: for a step that has run, or need not be undone if it fails."""
+        if not self._waits:
+            updates_at_their_gradients(self._traced.graph)
+            self._waits = True
 
     def valid(self) -> bool:
         """Always: nothing is kept between steps."""

@@ -173,6 +173,7 @@ class Program:
                 made, outputs = self._taken(made, given, inputs, sums)
             else:
                 shared.begun = True
+                _hurry(made)
                 outputs = run_marked(made.traced, given, made.tasks.places, shared.mark)
                 mark_written(params)
                 shared.layers = made.tasks.layers
@@ -214,6 +215,7 @@ class Program:
         self._shared.begun = True
         if not has_sizes_of_values(made.traced.graph):
             self._proven.add(id(made))
+            _hurry(made)
         return made, outputs
 
     def _find(self, purpose: _Purpose, params: Sequence[nn.Parameter], inputs: Sequence[Any]) -> _Made | None:
@@ -350,6 +352,12 @@ class Program:
         """The inputs that are the model's own, or changed in place: they must be used where they are."""
         own = {id(x) for x in (*self._model.parameters(), *self._model.buffers())}
         return [index for index, x in enumerate(inputs) if id(x) in own or index in changed]
+
+
+def _hurry(made: _Made) -> None:
+    """Until it has run, a replayed step keeps updates behind all that may fail: if it does, it has changed nothing."""
+    if isinstance(made.runnable, Replay):
+        made.runnable.hurry()
 
 
 def _share_memory(inputs: Sequence[Any], batch: Sequence[Any]) -> bool:
