@@ -1,6 +1,7 @@
 """Who reads a weight without asking Python finds it updated: threads, other processes, C++, aliases, compilers."""
 
 import copy
+import itertools
 import logging
 import multiprocessing
 from collections import defaultdict
@@ -670,3 +671,175 @@ def test_the_state_of_an_optimizer_is_a_dictionary_like_any_other():
         return [len(copy.copy(state)), len(state | {}), len({} | state), len(list(reversed(state))), state != {}]
 
     same(look)
+
+
+class Attending(nn.Module):
+    """A Transformer's encoder, whose evaluation takes a way of its own for weights that are plain parameters."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x, mask=None):
+        x = self.encoder(x[:, None].repeat(1, 3, 1), src_key_padding_mask=mask)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_evaluation_behind_step_goes_the_way_that_torch_goes():
+    def evaluate(i, model, optimizer, x):
+        model.eval()
+        with torch.no_grad():
+            seen = [
+                model(x).tolist(),
+                model.encoder.layers[1](x[:, None]).tolist(),
+                model.attention(*[x[:, None]] * 3)[0],
+            ]
+            mask = torch.tensor([[False, False, True]]).repeat(len(x), 1)
+            seen.append(model(x, mask))
+        model.train()
+        return [part.tolist() for part in seen]
+
+    torch.manual_seed(0)
+    model = Attending()
+    (expected, wanted), (trained, got) = (
+        train(mode, evaluate, model=copy.deepcopy(model)) for mode in (None, "forward")
+    )
+    assert got == wanted
+    assert_same(trained, expected)
+
+
+class Owned(torch.Tensor):
+    """A tensor of a library that takes functions over before a parameter is asked."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["keyword", "in a dictionary"])
+def test_inputs_of_a_class_of_their_own_are_found_wherever_they_are(how):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x=None, *, batch=None):
+            return self.layer(x if batch is None else batch["x"])
+
+    def evaluate(i, model, optimizer, x):
+        x = x.as_subclass(Owned)
+        with torch.no_grad():
+            return (model(x=x) if how == "keyword" else model(batch={"x": x})).as_subclass(torch.Tensor).tolist()
+
+    torch.manual_seed(0)
+    model = Net()
+    (expected, wanted), (trained, got) = (
+        train(mode, evaluate, model=copy.deepcopy(model)) for mode in (None, "forward")
+    )
+    assert got == wanted
+    assert_same(trained, expected)
+
+
+def test_an_update_computes_in_the_type_that_was_the_default_at_step():
+    class Handwritten(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        third = torch.tensor(1.0) / 3
+                        p.sub_((p.grad.to(third.dtype) * third).to(p.dtype), alpha=group["lr"])
+
+    def read(i, model, optimizer, x):
+        torch.set_default_dtype(torch.float64)
+        try:
+            return [float(p.detach().sum()) for p in model.parameters()]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    same(read, make=lambda model: Handwritten(model.parameters()))
+
+
+def test_one_gradient_of_two_parameters_is_used_at_once():
+    def share(model):
+        inner, twice = model.twice.bias, model.norm.bias
+        inner.grad = twice.grad
+
+    models = []
+    for mode in (None, "forward"):
+        model = make_net()
+        optimizer = adamw(model)
+        fusion = fuse(model, optimizer, mode) if mode else None
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            share(model)
+            optimizer.step()
+            model.norm.bias.sum()
+            model.norm.bias.grad.mul_(2)
+        if fusion:
+            fusion.detach()
+        models.append((model, optimizer))
+    assert_same(*models)
+
+
+def test_a_group_that_gets_what_cannot_be_copied_is_stepped_in_stock_order():
+    def add(i, model, optimizer, x):
+        if i == 3:
+            optimizer.param_groups[0]["rates"] = (0.01 / k for k in itertools.count(1))
+        if i >= 3:
+            optimizer.param_groups[0]["lr"] = next(optimizer.param_groups[0]["rates"])
+
+    models = [train(mode, add)[0] for mode in (None, "forward")]
+    for p, q in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_an_object_in_a_group_that_changes_behind_step_is_for_the_next():
+    class Scale:
+        value = 0.5
+
+    class Scaled(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1, "scale": None})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=group["lr"] * (group["scale"].value if group["scale"] else 1))
+
+    def change(i, model, optimizer, x):
+        if i == 3:
+            optimizer.param_groups[0]["scale"] = Scale()
+        if i > 3:
+            optimizer.param_groups[0]["scale"].value /= 2
+
+    models = [train(mode, change, make=lambda model: Scaled(model.parameters()))[0] for mode in (None, "forward")]
+    for p, q in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_step_that_copies_its_parameters_finds_them_as_they_are():
+    class Anchored(optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        anchor = copy.deepcopy(p)
+                        p.sub_(p.grad * anchor.abs(), alpha=group["lr"])
+
+    same(lambda *_: None, make=lambda model: Anchored(model.parameters()))
