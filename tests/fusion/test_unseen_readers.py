@@ -693,11 +693,8 @@ def test_evaluation_behind_step_goes_the_way_that_torch_goes():
     def evaluate(i, model, optimizer, x):
         model.eval()
         with torch.no_grad():
-            seen = [
-                model(x).tolist(),
-                model.encoder.layers[1](x[:, None]).tolist(),
-                model.attention(*[x[:, None]] * 3)[0],
-            ]
+            x1 = x[:, None]
+            seen = [model(x), model.encoder.layers[1](x1), model.attention(x1, x1, x1)[0]]
             mask = torch.tensor([[False, False, True]]).repeat(len(x), 1)
             seen.append(model(x, mask))
         model.train()
