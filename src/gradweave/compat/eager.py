@@ -38,6 +38,12 @@ no_torch_function = torch._C.DisableTorchFunctionSubclass
 """Context in which subclasses' ``__torch_function__`` is not consulted."""
 
 
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor with a tensor's memory, made without asking the tensor's class."""
+    with no_torch_function():
+        return torch.Tensor.detach(tensor)
+
+
 def other_function_modes() -> int:
     """How many modes besides the one that is being asked want to see torch's functions."""
     return int(torch._C._len_torch_function_stack())

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave.compat.eager import no_torch_function
+from gradweave.compat.eager import alias_of, no_torch_function
 from gradweave.errors import GradweaveError
 
 _ATTRIBUTES = (
@@ -74,8 +74,7 @@ def pending_class(resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]
 
         def detach(self) -> Any:
             resolve(self)
-            with no_torch_function():
-                plain = torch.Tensor.detach(self)
+            plain = alias_of(self)
             # nn.Parameter(p) makes a parameter of this, and only if it is of the class that p has by now.
             if sys._getframe(1).f_code is _MAKE_PARAMETER:
                 plain.__class__ = nn.Parameter
@@ -105,7 +104,7 @@ def pending_class(resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]
             if type(self) is nn.Parameter:
                 return self.__reduce_ex__(protocol)
             with no_torch_function():
-                return nn.Parameter(torch.Tensor.detach(self), self.requires_grad).__reduce_ex__(protocol)
+                return nn.Parameter(alias_of(self), self.requires_grad).__reduce_ex__(protocol)
 
     return PendingParameter
 

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch.autograd import Function
 
-from gradweave.compat.eager import current_backward, no_torch_function, stream_teller
+from gradweave.compat.eager import alias_of, current_backward, no_torch_function, stream_teller
 from gradweave.split.casts import Casts, is_cast_once
 from gradweave.split.queue import Gradients, Task, WeightGradientQueue
 from gradweave.split.taps import add, in_precision
@@ -253,7 +253,7 @@ class _SharedTap(Function):
     def forward(ctx: Any, pending: _SharedPending, *params: torch.Tensor) -> Any:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
-        return tuple(p.detach() for p in params)
+        return tuple(map(alias_of, params))  # of one that is pending too: its update comes at its use
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
