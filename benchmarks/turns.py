@@ -5,10 +5,12 @@ A benchmark script calls :func:`serve` in its children, which it starts as :clas
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,10 @@ class ChildFailedError(Exception):
     """A variant could not be made ready, or its process ended."""
 
 
+class ChildLateError(ChildFailedError):
+    """A variant did not answer in time."""
+
+
 class Child:
     """A process that takes the steps of one variant."""
 
@@ -43,13 +49,14 @@ class Child:
             stderr=self._log,
             text=True,
             env={**os.environ, **environment},
+            start_new_session=True,
         )
 
     def answer(self, patience: float | None = None) -> dict[str, Any]:
         """What it says next; one that says nothing for some seconds is ended."""
         if patience is not None and not select.select([self._process.stdout], [], [], patience)[0]:
-            self._process.kill()
-            raise ChildFailedError(f"{self.workload} {self.variant} was not ready in time")
+            self.kill()
+            raise ChildLateError(f"{self.workload} {self.variant} did not answer within {patience:.0f} s")
         line = self._process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             self._log.seek(0)
@@ -57,24 +64,46 @@ class Child:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def ask(self) -> dict[str, Any]:
+    def has_answer(self) -> bool:
+        """Whether :meth:`answer` would return, or raise, at once."""
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
+    def ask(self, steps: int = STEPS, *, patience: float | None = None) -> dict[str, Any]:
         """Has the child take a round of steps."""
-        self._process.stdin.write("round\n")  # type: ignore[union-attr]
-        self._process.stdin.flush()  # type: ignore[union-attr]
-        return self.answer()
+        # A process that has ended is reported by answer(), with its log.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{steps}\n")  # type: ignore[union-attr]
+            self._process.stdin.flush()  # type: ignore[union-attr]
+        return self.answer(patience)
 
     def close(self) -> None:
-        self._process.stdin.close()  # type: ignore[union-attr]
-        self._process.wait(timeout=60)
+        """Let the process end by itself."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and those that it has started, which compile for it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def serve(make: Callable[[], Callable[[Any], Any]], batches: Callable[[], Sequence[Any]]) -> None:
-    """In a child: makes a variant ready, says so, and takes a round of steps for each line that comes in."""
+    """In a child: makes a variant ready, says so, and takes as many steps as each line that comes in asks for.
+
+    The seconds until it is ready begin behind what no variant can be blamed for: imports, CUDA's start and the data.
+    """
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    began = time.perf_counter()
     on_gpu = torch.cuda.is_available()
     given = batches()
+    if on_gpu:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
     call = make()
     wait: Callable[[], Any] = getattr(call, "wait", torch.cuda.synchronize if on_gpu else lambda: None)
     losses, peaks = [], []
@@ -88,14 +117,27 @@ def serve(make: Callable[[], Callable[[Any], Any]], batches: Callable[[], Sequen
     if on_gpu:
         torch.cuda.empty_cache()
     kept = torch.cuda.memory_reserved() if on_gpu else 0
-    print(json.dumps({"losses": losses, "seconds": seconds, "peaks": peaks, "kept": kept}), file=answers)
-    for _ in sys.stdin:
+    reserved = reserved_by(lambda index: call(given[index % len(given)])) if on_gpu else 0
+    note = getattr(call, "note", lambda: "")()
+    ready = {"losses": losses, "seconds": seconds, "peaks": peaks, "kept": kept, "reserved": reserved, "note": note}
+    print(json.dumps(ready), file=answers)
+    for line in sys.stdin:
+        steps = int(line)
         wait()
         began = time.perf_counter()
-        for index in range(STEPS):
+        for index in range(steps):
             call(given[index % len(given)])
         wait()
-        print(json.dumps({"ms": 1e3 * (time.perf_counter() - began) / STEPS}), file=answers)
+        print(json.dumps({"ms": 1e3 * (time.perf_counter() - began) / steps}), file=answers)
+
+
+def reserved_by(step: Callable[[int], Any]) -> int:
+    """Bytes that torch keeps for some steps, at most."""
+    torch.cuda.reset_peak_memory_stats()
+    for index in range(3):
+        step(index)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved()
 
 
 class Measured:
@@ -103,7 +145,8 @@ class Measured:
 
     Attributes:
         ready: What it said when it was ready: ``losses``, ``seconds`` until then, ``peaks`` (bytes that torch had
-            given out, of each of these steps) and ``kept`` (bytes that torch keeps between steps).
+            given out, of each of these steps), ``kept`` (bytes that torch keeps between steps), ``reserved`` (bytes
+            that it keeps within them) and a ``note`` of the variant's.
     """
 
     def __init__(self, milliseconds: list[float], ready: dict[str, Any], baseline: list[float], losses: list[float]):
