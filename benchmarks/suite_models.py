@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from stock import STOCK, Batch, LossFn, OptimizerName
 from torch import Tensor, nn
 from torch.nn import functional
 
 from gradweave.zoo import GPT, MLP
-from stock import STOCK, Batch, LossFn, OptimizerName
 
 OURS = ("gradweave.compile", "gradweave.fuse")
 _LARGE = ("compile_reduce_overhead", "compile_max_autotune", "graph_compile", "whole")
