@@ -37,7 +37,6 @@ SIDE_BY_SIDE, COMPILE_THREADS = 12, 3
 GPU_GIB, PROCESSES = 126, 32
 RANKING_ROUNDS, ROUNDS, FINALISTS = 3, 7, 3
 PATIENCE = 150.0
-EAGER = ("eager", "graph", "gradweave.fuse", "jax")
 SAME_KERNELS = {"graph_compile": "compile", "graph_max_autotune": "compile_max_autotune"}
 """What compiles to the same kernels as another, and is not compiled cold beside it."""
 SLOWEST_FIRST = ("compile_max_autotune", "graph_max_autotune", "gradweave.compile", "whole")
@@ -104,18 +103,20 @@ class Contender:
 
     def start(self, caches: Path, *, threads: int) -> None:
         # Neither spaces nor parentheses: the C++ compiler is called with this path.
-        name = f"{self.workload.name}-{self.variant.removesuffix(AGAIN)}"
+        variant = self.variant.removesuffix(AGAIN)
+        name = f"{self.workload.name}-{SAME_KERNELS.get(variant, variant)}"
         self.child = Child(
             __file__,
             self.workload.name,
-            self.variant.removesuffix(AGAIN),
+            variant,
             TORCHINDUCTOR_CACHE_DIR=str((caches / name).absolute()),
             TORCHINDUCTOR_COMPILE_THREADS=str(threads),
             OMP_NUM_THREADS="1",
         )
 
     def await_ready(self, patience: float) -> None:
-        assert self.child is not None
+        if self.child is None:
+            return
         try:
             self.ready = self.child.answer(patience)
         except ChildFailedError as error:
@@ -136,11 +137,15 @@ class Contender:
         self.stop(kill=True)
 
     def take(self, steps: int, into: list[float]) -> None:
-        assert self.child is not None
+        if self.child is None:
+            return
         try:
-            into.append(self.child.ask(steps, patience=PATIENCE)["ms"])
+            answer = self.child.ask(steps, patience=PATIENCE)
         except ChildFailedError as error:
             self.fail(error)
+            return
+        into.append(answer["ms"])
+        self.reason = answer["note"]
 
     def stop(self, *, kill: bool = False) -> None:
         if self.child is not None:
@@ -153,6 +158,7 @@ class Contender:
 
 
 def stock_of(contenders: Sequence[Contender]) -> list[Contender]:
+    """All that are not ours, the second processes among them."""
     return [one for one in contenders if one.variant.removesuffix(AGAIN) not in OURS]
 
 
@@ -257,8 +263,7 @@ def rank(contenders: list[Contender]) -> Contender | None:
     """Take short rounds, stop all stock variants behind the best, and name a second process of the very best."""
     for _ in range(RANKING_ROUNDS + 1):
         for one in contenders:
-            if one.runs:
-                one.take(max(2, one.workload.steps // 3), one.ranking)
+            one.take(max(2, one.workload.steps // 3), one.ranking)
     for one in contenders:
         one.ranking = one.ranking[1:]
     able = sorted((one for one in stock_of(contenders) if one.runs), key=lambda one: min(one.ranking))
@@ -273,8 +278,7 @@ def finish(contenders: list[Contender], seconded: list[Contender]) -> None:
         running = [one for one in contenders if one.runs]
         cut = number % max(1, len(running))
         for one in running[cut:] + running[:cut]:
-            if one.runs:
-                one.take(one.workload.steps, one.times)
+            one.take(one.workload.steps, one.times)
     for one in contenders:
         one.times = one.times[1:]
         one.stop()

@@ -118,8 +118,8 @@ def serve(make: Callable[[], Callable[[Any], Any]], batches: Callable[[], Sequen
         torch.cuda.empty_cache()
     kept = torch.cuda.memory_reserved() if on_gpu else 0
     reserved = reserved_by(lambda index: call(given[index % len(given)])) if on_gpu else 0
-    note = getattr(call, "note", lambda: "")()
-    ready = {"losses": losses, "seconds": seconds, "peaks": peaks, "kept": kept, "reserved": reserved, "note": note}
+    note: Callable[[], str] = getattr(call, "note", lambda: "")
+    ready = {"losses": losses, "seconds": seconds, "peaks": peaks, "kept": kept, "reserved": reserved, "note": note()}
     print(json.dumps(ready), file=answers)
     for line in sys.stdin:
         steps = int(line)
@@ -128,7 +128,8 @@ def serve(make: Callable[[], Callable[[Any], Any]], batches: Callable[[], Sequen
         for index in range(steps):
             call(given[index % len(given)])
         wait()
-        print(json.dumps({"ms": 1e3 * (time.perf_counter() - began) / steps}), file=answers)
+        milliseconds = 1e3 * (time.perf_counter() - began) / steps
+        print(json.dumps({"ms": milliseconds, "note": note()}), file=answers)
 
 
 def reserved_by(step: Callable[[int], Any]) -> int:
