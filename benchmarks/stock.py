@@ -27,6 +27,7 @@ MODES = {
     "graph_max_autotune": "max-autotune-no-cudagraphs",
 }
 """What ``torch.compile`` is told, by variant: the graphs of the last two are captured with the update behind them."""
+WHOLE_MODES = {"whole": "default", "whole_max_autotune": "max-autotune-no-cudagraphs"}
 STOCK = ("eager", *MODES, "graph", "whole")
 LEARNING_RATES = {"adamw": 1e-4, "sgd": 1e-3}
 MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.9, 0.999), 1e-8, 1e-2
@@ -37,22 +38,23 @@ def make_stock(name: str, model: nn.Module, loss_fn: LossFn, optimizer: Optimize
     """Make a function that takes one training step.
 
     Args:
-        name: One of :data:`STOCK`:
+        name: One of :data:`STOCK`, or ``whole_max_autotune``:
 
             - ``eager``: eager forward and backward, a fused update;
             - ``compile``, ``compile_reduce_overhead``, ``compile_max_autotune``: model and loss compiled, a fused
               update;
             - ``graph``: the eager step in one CUDA graph;
             - ``graph_compile``, ``graph_max_autotune``: model and loss compiled, and the update, in one CUDA graph;
-            - ``whole``: forward, loss, backward and update as one compiled function, in one CUDA graph.
+            - ``whole``, ``whole_max_autotune``: forward, loss, backward and update as one compiled function, in one
+              CUDA graph.
         model: On its device, in training mode.
         loss_fn: Called as ``loss_fn(model, *batch)``.
         optimizer: Which; its learning rate is of :data:`LEARNING_RATES`.
     """
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         torch._dynamo.config.allow_rnn = True
-    if name == "whole":
-        return captured(whole_step(model, loss_fn, optimizer))
+    if name in WHOLE_MODES:
+        return captured(whole_step(model, loss_fn, optimizer, mode=WHOLE_MODES[name]))
     in_graph = name.startswith("graph") and torch.cuda.is_available()
     update = make_optimizer(optimizer, model, capturable=in_graph)
     forward = torch.compile(loss_fn, mode=MODES[name]) if name in MODES else loss_fn
@@ -75,7 +77,7 @@ def make_optimizer(name: OptimizerName, model: nn.Module, *, capturable: bool = 
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATES[name], momentum=MOMENTUM, fused=True)
 
 
-def whole_step(model: nn.Module, loss_fn: LossFn, optimizer: OptimizerName) -> Callable[..., Tensor]:
+def whole_step(model: nn.Module, loss_fn: LossFn, optimizer: OptimizerName, *, mode: str) -> Callable[..., Tensor]:
     """Compile forward, loss, backward and update as one function, which ``optimizer.step()`` would break in two."""
     torch._dynamo.config.trace_autograd_ops = True
     params = [p for p in model.parameters() if p.requires_grad]
@@ -100,7 +102,7 @@ def whole_step(model: nn.Module, loss_fn: LossFn, optimizer: OptimizerName) -> C
                 )  # fmt: skip
         return loss.detach()
 
-    return torch.compile(step, fullgraph=True)
+    return torch.compile(step, fullgraph=True, mode=mode)
 
 
 def captured(step: Callable[..., Tensor]) -> Step:

@@ -34,12 +34,12 @@ from gradweave.compare.run import environment
 from gradweave.compare.statistics import Ratio, paired_ratio, percentiles
 
 SIDE_BY_SIDE, COMPILE_THREADS = 12, 3
-GPU_GIB, PROCESSES = 126, 32
+GPU_GIB, PROCESSES = 126, 30
 RANKING_ROUNDS, ROUNDS, FINALISTS = 3, 7, 3
 PATIENCE = 150.0
 SAME_KERNELS = {"graph_compile": "compile", "graph_max_autotune": "compile_max_autotune"}
 """What compiles to the same kernels as another, and is not compiled cold beside it."""
-SLOWEST_FIRST = ("compile_max_autotune", "graph_max_autotune", "gradweave.compile", "whole")
+SLOWEST_FIRST = ("compile_max_autotune", "whole_max_autotune", "gradweave.compile", "whole")
 CAUSE = re.compile(r"\b[\w.]*(Error|Exception|Unsupported|Exit)\b")
 MIB = 1 << 20
 

@@ -16,7 +16,8 @@ from gradweave.zoo import GPT, MLP
 
 OURS = ("gradweave.compile", "gradweave.fuse")
 _LARGE = ("compile_reduce_overhead", "compile_max_autotune", "graph_compile", "whole")
-_WIDE = ("eager", *_LARGE)
+_WIDE = ("eager", *_LARGE, "whole_max_autotune")
+_GPT = (*STOCK, "whole_max_autotune", "jax")
 _TOY = ("eager", "compile", "whole")
 
 
@@ -57,8 +58,10 @@ class Workload:
         return (*self.stock, *self.ours)
 
     def model(self) -> nn.Module:
+        """Make the model where it is to be, with the same weights in every process."""
         torch.manual_seed(0)
-        return self.make_model().to(self.device).train()
+        with self.device:
+            return self.make_model().train()
 
     def batches(self, count: int = 4) -> list[Batch]:
         torch.manual_seed(1)
@@ -232,8 +235,8 @@ def _unet_pixels(count: int, size: int) -> Callable[[], Batch]:
 
 
 _SUITE = [
-    Workload("gpt2-2x1024", GPT, draw_tokens(2, 1024), logits_loss, gib=6, stock=(*STOCK, "jax")),
-    Workload("gpt2-8x1024", GPT, draw_tokens(8, 1024), logits_loss, gib=10, stock=(*STOCK, "jax")),
+    Workload("gpt2-2x1024", GPT, draw_tokens(2, 1024), logits_loss, gib=6, stock=_GPT),
+    Workload("gpt2-8x1024", GPT, draw_tokens(8, 1024), logits_loss, gib=10, stock=_GPT),
     Workload("gpt2-32x1024", GPT, draw_tokens(32, 1024), logits_loss, gib=25, stock=_LARGE, ours=OURS[:1], steps=6),
     Workload("gpt-0.9b-1x512", large_gpt, draw_tokens(1, 512), logits_loss, gib=15, stock=_WIDE),
     Workload("gpt-0.9b-1x1024", large_gpt, draw_tokens(1, 1024), logits_loss, gib=15, stock=_WIDE),
