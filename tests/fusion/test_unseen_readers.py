@@ -4,8 +4,10 @@ import copy
 import itertools
 import logging
 import multiprocessing
+import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -68,6 +70,53 @@ def test_threads_that_read_single_weights_see_whole_updates():
 
         for _ in range(3):
             same(read, steps=20)
+
+
+class _Looks(optim.Optimizer):
+    """Looks at its parameters in every way while it updates them."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["before"] = p.detach().clone()
+                    p.add_(p.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, _Looks])
+def test_another_threads_look_does_not_make_it_update(kind):
+    model = make_net()
+    optimizer = kind(model.parameters())
+    updated_in, looked_in = [], []
+
+    @contextmanager
+    def note(_):
+        updated_in.append((threading.current_thread(), torch.get_num_threads()))
+        yield
+
+    def look():
+        looked_in.append(threading.current_thread())
+        model.scale.sum()
+
+    with fuse(model, optimizer, "forward") as fusion:
+        fusion.record(note)
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        updated_in.clear()
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        assert type(model.scale) is nn.Parameter
+    (updated_by, threads_of_torch), *_ = updated_in
+    assert updated_by not in (*looked_in, threading.current_thread())
+    assert threads_of_torch == torch.get_num_threads()
 
 
 def _sum_of(model, queue):
@@ -460,7 +509,14 @@ def test_an_update_that_fails_halfway_is_never_done_twice():
     assert torch.equal(model.scale, before["scale"] + 1.0)
 
 
-def test_an_update_that_fails_before_it_begins_is_still_pending():
+@pytest.mark.parametrize("who", ["the thread that trains", "another"])
+def test_an_update_that_fails_before_it_begins_is_still_pending(who):
+    def look(model):
+        if who == "another":
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(model.inner.weight.sum).result()
+        return model.inner.weight.sum()
+
     def run(mode):
         model = make_net()
         optimizer = Torn(model.parameters())
@@ -478,7 +534,7 @@ def test_an_update_that_fails_before_it_begins_is_still_pending():
             fusion._engine._stepper._step = interrupted
             for _ in range(2):
                 with pytest.raises(KeyboardInterrupt):
-                    model.inner.weight.sum()
+                    look(model)
             fusion._engine._stepper._step = step
             assert model.inner.weight.grad is not None
             fusion.detach()

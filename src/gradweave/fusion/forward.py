@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -57,6 +57,7 @@ from gradweave.fusion.stepping import (
     step_of,
     with_default_type,
 )
+from gradweave.fusion.threads import TrainingThread
 from gradweave.fusion.updates import Update, await_late, restrict
 from gradweave.module_hook import ModuleHook
 
@@ -89,6 +90,7 @@ class ForwardEngine:
         self._stepper = PartialStepper(optimizer)
         self._hidden = HiddenParams(optimizer)
         self._lock = RLock()
+        self._training_thread = TrainingThread()
         self._process = os.getpid()
         self._decided: list[Update] = []
         self._pending: dict[int, Update] = {}
@@ -362,6 +364,7 @@ class ForwardEngine:
             self._learned([p for group in self.optimizer.param_groups for p in group["params"]])
 
     def _hand_over(self, updates: list[Update]) -> None:
+        self._training_thread.note()
         self._function_modes = other_function_modes()
         self._default_type = torch.get_default_dtype()
         self._launch(updates)
@@ -468,9 +471,11 @@ class ForwardEngine:
         """
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), RLock()
+            self._training_thread.after_fork()
             for update in self._pending.values():
                 update.is_running = False
-        return self._lock
+        # The thread that has the lock waits for one that works in its place.
+        return nullcontext() if self._training_thread.is_in_its_place else self._lock
 
     def _resolve_param(self, p: nn.Parameter) -> None:
         with self._only_one():
@@ -505,7 +510,10 @@ class ForwardEngine:
             with outside_function_transforms():
                 return self._resolve(update)
         try:
-            self._make_visible(update)
+            if update.event is None:
+                self._training_thread.run(partial(self._make_visible, update))
+            else:  # which the streams of this thread are to wait for
+                self._make_visible(update)
         finally:
             if not self._pending and self._state is not None:
                 state, self._state = self._state, None
