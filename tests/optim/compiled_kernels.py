@@ -1,6 +1,10 @@
-"""Compiles the kernels for an H200, without one, as steps would launch them, and looks at how they read gradients."""
+"""Compiles the kernels for an H200, without one, as steps would launch them, and looks at how they read gradients.
+
+Call it with the type of the layers whose sums are compiled.
+"""
 
 import re
+import sys
 from importlib import import_module
 
 import torch
@@ -85,7 +89,7 @@ def catch(dtype):
             optimizer.detach()
 
 
-def main():
+def main(dtype):
     driver.set_active(NoGpu())
     kernels = Kernels()
     fused.has_kernels = lambda _: True
@@ -98,8 +102,7 @@ def main():
         assert any(loads for loads, _ in wide), name
         assert name.startswith("measure") or any(stores for _, stores in wide), name
         assert not all(loads for loads, _ in wide), name
-    catch(torch.bfloat16)
-    catch(torch.float32)
+    catch(dtype)
     for name in ("sum_one", "sum_many", "fold"):
         assert any(re.search(r"ld\.global[^;]*\.v4|cp\.async\.cg[^;]*16", ptx) for ptx in kernels.of(name)), name
     # Addresses and places in tables are no reason to compile anew.
@@ -111,4 +114,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(getattr(torch, sys.argv[1]))

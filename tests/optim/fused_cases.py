@@ -97,7 +97,7 @@ def compare(make, cls, steps=2, blocks=SMALL, prepare=None, tolerance=1e-5, loss
     return optimizer
 
 
-LINEAR = st.tuples(st.just("linear"), st.integers(1, 30), st.integers(1, 20), st.booleans())
+LINEAR = st.tuples(st.just("linear"), st.integers(1, 18), st.integers(1, 10), st.booleans())
 CONVOLUTION = st.tuples(
     st.sampled_from(["conv", "transposed", "last"]), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3),
     st.integers(1, 3), st.booleans(),
@@ -115,8 +115,8 @@ def layer_of(described):
     return layer.to(memory_format=torch.channels_last) if kind == "last" else layer
 
 
-@settings(max_examples=8)
-@example([("linear", 17, 33, True), ("last", 2, 3, 2, 3, True)], "Eva", 0.0)
+@settings(max_examples=max(5, settings().max_examples // 20))
+@example([("linear", 17, 11, True), ("last", 2, 3, 2, 3, True)], "Eva", 0.0)
 @example([("transposed", 2, 3, 2, 3, True), ("linear", 1, 1, True)], "EvaF", 0.1)
 @given(
     st.lists(LINEAR | CONVOLUTION, min_size=1, max_size=2), st.sampled_from(["Eva", "EvaF"]), st.sampled_from([0, 0.1])
@@ -180,7 +180,7 @@ def test_rows_without_a_gradient_stay_whatever_momentum_they_have(cls):
 
 
 @every
-@pytest.mark.parametrize("size", [1e-19, 1e-20, 1e-23])
+@pytest.mark.parametrize("size", [1e-19, pytest.param(1e-20, marks=pytest.mark.slow), 1e-23])
 def test_vectors_that_have_faded_away(cls, size):
     """Their squares have no inverse in float32: there the gradient is used as it is."""
     model = nn.ModuleList([nn.Linear(20, 20, bias=False), nn.Conv2d(4, 4, 3, groups=4, bias=False)])
@@ -261,7 +261,12 @@ def test_scaled_gradients_and_a_scalers_verdict(cls):
 @every
 @pytest.mark.parametrize(
     ("bad", "where"),
-    [(float("nan"), "weight"), (float("nan"), "layer"), (float("inf"), "norm"), (float("inf"), "bias")],
+    [
+        (float("nan"), "weight"),
+        pytest.param(float("nan"), "layer", marks=pytest.mark.slow),
+        pytest.param(float("inf"), "norm", marks=pytest.mark.slow),
+        (float("inf"), "bias"),
+    ],
 )
 def test_gradients_that_are_not_finite_change_nothing(cls, bad, where):
     model = make_conv()
@@ -287,7 +292,7 @@ def test_gradients_that_are_not_finite_change_nothing(cls, bad, where):
 
 @every
 def test_real_training_follows_the_other_way(cls):
-    for make, batches in ((make_mlp, rows(4)), (make_conv, images(3))):
+    for make, batches in ((make_mlp, rows(2)), (make_conv, images(2))):
         model, other = make(), make()
         optimizer, stock = cls(model, weight_decay=0.01), cls(other, weight_decay=0.01, foreach=True)
         losses = train(model, optimizer, batches)
@@ -303,12 +308,12 @@ def test_a_step_is_the_same_each_time_and_a_state_dict_goes_on_from_there(cls):
     for resumed in (False, False, True):
         model = make_mlp()
         optimizer = cls(model)
-        train(model, optimizer, rows(2))
+        train(model, optimizer, rows(1))
         if resumed:
             state = copy.deepcopy(optimizer.state_dict())
             optimizer = cls(model)
             optimizer.load_state_dict(state)
-        train(model, optimizer, rows(2))
+        train(model, optimizer, rows(1))
         ends.append(weights(model))
     assert torch.equal(ends[0], ends[1])
     assert torch.equal(ends[0], ends[2])

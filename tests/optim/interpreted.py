@@ -4,6 +4,7 @@ import gc
 import os
 import warnings
 from contextlib import contextmanager
+from functools import cache
 from weakref import ref
 
 import numpy as np
@@ -23,6 +24,34 @@ def _patch_lang_tensor(tensor, scope):
 
 
 interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+class _Lasting(interpreter._LangPatchScope):
+    """Changes that are not taken back: nothing is compiled in this process."""
+
+    def restore(self):
+        pass
+
+
+_prepared = set()
+_patch_lang = interpreter._patch_lang
+interpreter._LangPatchScope = _Lasting
+
+
+def _patch_lang_once(fn):
+    """As Triton's, which looks through its language again in each launch and each call of a function."""
+    languages = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+    if languages not in _prepared:
+        _prepared.add(languages)
+        _patch_lang(fn)
+    return _Lasting()
+
+
+interpreter._patch_lang = _patch_lang_once
+
+_get_np_dtype = interpreter._get_np_dtype
+_of_scalars = cache(_get_np_dtype)
+interpreter._get_np_dtype = lambda kind: (_of_scalars if type(kind) is tl.dtype else _get_np_dtype)(kind)
 
 _set_attr = interpreter.TensorHandle.set_attr
 

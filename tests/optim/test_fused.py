@@ -16,18 +16,32 @@ def run(arguments, **environment):
     tests = HERE.parent
     paths = [str(tests.parent / "src"), str(tests), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(paths), **environment}
-    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=560)
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=1700)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
-@pytest.mark.timeout(600)
-def test_steps_in_the_interpreter_are_those_without_kernels():
-    failure = run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "fused_cases.py")],
-                  TRITON_INTERPRET="1")  # fmt: skip
+def interpreted(cases, chosen, profile):
+    """Runs cases in Triton's interpreter, in a process of their own."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", chosen]
+    return run(["-m", "pytest", *options, str(HERE / cases)], TRITON_INTERPRET="1", HYPOTHESIS_PROFILE=profile)
+
+
+every_case = pytest.mark.parametrize(
+    ("chosen", "profile"),
+    [("not slow", "gradweave"), pytest.param("slow or not slow", "thorough", marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+
+
+@pytest.mark.timeout(1800)
+@every_case
+def test_steps_in_the_interpreter_are_those_without_kernels(chosen, profile):
+    failure = interpreted("fused_cases.py", chosen, profile)
     assert not failure, failure
 
 
-@pytest.mark.timeout(600)
-def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path):
-    failure = run([str(HERE / "compiled_kernels.py")], TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtypes", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path, dtypes):
+    failure = run([str(HERE / "compiled_kernels.py"), dtypes], TRITON_CACHE_DIR=str(tmp_path))
     assert not failure, failure

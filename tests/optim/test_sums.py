@@ -2,13 +2,13 @@
 
 import pytest
 
-from optim.test_fused import HERE, run
+from optim.test_fused import every_case, interpreted
 
 pytest.importorskip("triton")
 
 
-@pytest.mark.timeout(600)
-def test_sums_in_the_interpreter_are_those_without_kernels():
-    failure = run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / "sums_cases.py")],
-                  TRITON_INTERPRET="1")  # fmt: skip
+@pytest.mark.timeout(1800)
+@every_case
+def test_sums_in_the_interpreter_are_those_without_kernels(chosen, profile):
+    failure = interpreted("sums_cases.py", chosen, profile)
     assert not failure, failure
