@@ -4,7 +4,7 @@ import gc
 import os
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gradweave.daso.attach as attach
+from daso.clock import die_as, without_a_clock
 from daso.training import loss_of, make_batch, make_model, make_optimizer, weights_of
 from gradweave.daso import DASO
 from gradweave.errors import GradweaveError, LostNodeError
@@ -288,7 +289,9 @@ def paper_in_turn(*, steps, die=None, **options):
     model = make_model()
     opt = make_optimizer(model.parameters())
     options = {"timeout": 5, "checkpoint_dir": f"paper-{dist.get_rank()}", **options}
-    daso = DASO(model, opt, mesh, mode="paper", warm_up=0, every=1, **options)
+    with without_a_clock() if die else nullcontext(lambda _: None) as knows:
+        daso = DASO(model, opt, mesh, mode="paper", warm_up=0, every=1, **options)
+        knows(daso)
     for epoch in range(7):
         step(model, opt, epoch)
         daso.epoch_end(1.0)
@@ -297,7 +300,7 @@ def paper_in_turn(*, steps, die=None, **options):
     try:
         for number in range(steps):
             if die is not None and die[0] == dist.get_rank() and die[1] == number:
-                os.kill(os.getpid(), 9)
+                die_as(dist.get_rank())
             began = time.monotonic()
             step(model, opt, number)
             stalls += time.monotonic() - began > options["timeout"] - 1

@@ -1,11 +1,11 @@
 """What ranks do in tests; see ``worlds``. Each returns what its test looks at."""
 
 import copy
-import os
-import signal
 import threading
 import time
 import warnings
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from daso.clock import die_as, leave_for_good, without_a_clock
 from daso.misuse import (  # noqa: F401
     averaged_twice,
     differing,
@@ -29,7 +30,9 @@ from daso.misuse import (  # noqa: F401
     vectors,
 )
 from daso.training import loss_of, make_batch, make_model, make_optimizer, weights_of
+from daso.worlds import SECONDS
 from gradweave.compare.data import digits
+from gradweave.compat.distributed import default_store
 from gradweave.daso import DASO
 from gradweave.errors import ArgumentError, GradweaveError, LostNodeError
 
@@ -416,33 +419,48 @@ def reentrant(*, steps):
 # Faults: each rank says how its training ended.
 
 
-def faulty(*, steps, folder, die=None, stop=None, slow=None, timeout=4, pause=0.02, **options):
-    """Trains while ranks die or stand still.
+def faulty(*, clock=True, **arguments):
+    """Trains while ranks die or stand still, by a clock or without: see ``clock``."""
+    with nullcontext(lambda _: None) if clock else without_a_clock() as knows:
+        return train_among_faults(knows=knows, **arguments)
+
+
+def train_among_faults(
+    *, knows, steps, folder, die=None, stop=None, slow=None, late=None, timeout=4, pause=0.02, **options
+):
+    """The same; ``knows`` is told of the DASO.
 
     Args:
         die: Rank, step, and where: "before" a step, or "within" it while something is under way.
         stop: Rank, step and seconds that it stands still.
         slow: Rank and seconds that each of its steps takes longer.
+        late: Rank, step, and ranks: it stands still, for longer than any timeout, until those are through.
     """
     model, opt = setting()
     rank = dist.get_rank()
     daso = DASO(model, opt, timeout=timeout, checkpoint_dir=Path(folder) / "saved", **options)
-    began, took = time.monotonic(), None
+    knows(daso)
+    node = daso._topology.node
     ended, ranks, at, file = "through", (), None, None
     try:
         for step in range(steps):
+            if step == 4:
+                Path(folder, f"begun-{rank}").touch()
             if die and die[0] == rank and die[1] == step:
                 if die[2] == "before":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                threading.Timer(die[3] if len(die) > 3 else 0.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    die_as(node)
+                threading.Timer(die[3] if len(die) > 3 else 0.0, die_as, (node,)).start()
+            if late and late[0] == rank and late[1] == step:
+                leave_for_good(node)
+                default_store().wait([f"through/{other}" for other in late[2]], timedelta(seconds=SECONDS))
             if stop and stop[0] == rank and stop[1] == step:
                 time.sleep(stop[2])
             time.sleep(pause + (slow[1] if slow and slow[0] == rank else 0.0))
             one_step(model, opt, step)
         daso.finish()
+        default_store().set(f"through/{rank}", "")
     except LostNodeError as error:
         ended, ranks, at, file = str(error), error.ranks, error.step, error.checkpoint
-        took = time.monotonic() - began
     finite = bool(torch.isfinite(weights_of(model)).all())
     saved = None
     if file is not None:
@@ -450,7 +468,7 @@ def faulty(*, steps, folder, die=None, stop=None, slow=None, timeout=4, pause=0.
         saved = torch.cat([v.reshape(-1).float() for v in loaded["model"].values()])
     return {
         "ended": ended, "ranks": ranks, "step": at, "weights": weights_of(model), "finite": finite, "saved": saved,
-        "took": took, "steps": daso.steps, "failed": daso.stats()["failed_exchanges"],
+        "steps": daso.steps, "failed": daso.stats()["failed_exchanges"],
     }  # fmt: skip
 
 

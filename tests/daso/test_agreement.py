@@ -7,6 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from daso.clock import Clockless
+from gradweave.daso import agreement
 from gradweave.daso.agreement import Agreement, Connections, Verdict, Vote
 from gradweave.daso.rhythm import Figures
 from gradweave.errors import LostNodeError
@@ -29,11 +31,15 @@ def together(*calls):
     return results
 
 
-def nodes(count, timeout=15.0):
+def nodes(count, timeout=15.0, gone=None):
+    """Nodes with a store; nobody waits for those that are gone, as if the timeout were over."""
     store = dist.HashStore()
-    return [
+    if gone is not None:
+        store = Clockless(store, gone.__contains__, lambda: agreements[0].members.nodes)
+    agreements = [
         Agreement(Connections(lambda: store), node=node, nodes=range(count), timeout=timeout) for node in range(count)
     ]
+    return agreements
 
 
 def test_all_have_it_so_it_counts():
@@ -54,26 +60,67 @@ def test_one_has_it_not_so_it_counts_for_nobody():
 
 
 def test_one_never_answers_so_it_is_lost_and_the_late_one_learns_of_it():
-    first, second, third = nodes(3, timeout=4.0)
+    first, second, third = nodes(3, gone=[2])
     verdicts = together(lambda: first.vote(0, Vote(True)), lambda: second.vote(0, Vote(True)))
     assert [(v.counted, v.alive) for v in verdicts] == [(False, (0, 1))] * 2
     late = third.vote(0, Vote(True))
     assert (late.counted, late.alive) == (False, (0, 1))
-    for agreement in (first, second):
-        agreement.regrouped((0, 1))
+    for node in (first, second):
+        node.regrouped((0, 1))
     verdicts = together(lambda: first.vote(1, Vote(True)), lambda: second.vote(1, Vote(True, done=True)))
     assert [(v.counted, v.contributing, v.done) for v in verdicts] == [(True, 2, False)] * 2
 
 
-def test_one_that_hears_of_the_loss_a_timeout_later_is_not_left_behind():
-    first, second, _ = nodes(3, timeout=2.0)
+def test_one_that_never_answers_is_waited_for_no_longer_than_the_timeout():
+    first, _ = nodes(2, timeout=0.5)
+    began = time.monotonic()
+    assert first.vote(0, Vote(True)).alive == (0,)
+    assert time.monotonic() - began > 1.2, "a timeout for its vote, and one and a half for the roll call"
 
-    def later():
-        time.sleep(2.3)
-        return second.vote(0, Vote(False))
 
-    verdicts = together(lambda: first.vote(0, Vote(False)), later)
+def test_one_that_hears_of_the_loss_a_timeout_later_is_not_left_behind(monkeypatch):
+    first, second, _ = nodes(3, timeout=20.0)
+    clock, verdicts = Clock(), []
+    later = threading.Thread(target=lambda: verdicts.append(second.vote(0, Vote(False))))
+
+    def arrive():
+        later.start()
+        while not later_has_answered():
+            time.sleep(0.01)
+
+    def later_has_answered():
+        with first._stores.one() as store:
+            return store.check(["generation/0/1"])
+
+    clock.at(23.0, arrive)
+    monkeypatch.setattr(agreement, "time", clock)
+    verdicts.append(first.vote(0, Vote(False)))
+    later.join(60)
     assert [(v.counted, v.alive) for v in verdicts] == [(False, (0, 1))] * 2
+    assert clock.now > 23.0
+
+
+class Clock:
+    """Instead of the module ``time``: a second passes as soon as somebody sleeps."""
+
+    def __init__(self):
+        self.now, self._due, self._lock = 0.0, [], threading.Lock()
+
+    def at(self, when, call):
+        """Calls somebody at a time, who takes no longer than the next second does."""
+        self._due.append((when, call))
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, _):
+        with self._lock:
+            self.now += 1.0
+            due = [call for when, call in self._due if when <= self.now]
+            self._due = [item for item in self._due if item[0] > self.now]
+        for call in due:
+            call()
+        time.sleep(0.001)
 
 
 def test_what_differs_is_said():
@@ -108,12 +155,14 @@ def test_a_node_may_vote_on_two_exchanges_at_a_time():
 
 
 def test_two_failures_at_a_time_are_one_roll_call():
-    first, second = nodes(2, timeout=3.0)
+    gone = []
+    first, second = nodes(2, gone=gone)
     then = first.members
     verdicts = together(lambda: first.vote(0, Vote(False), then), lambda: second.vote(0, Vote(False), then))
     assert [verdict.alive for verdict in verdicts] == [(0, 1)] * 2
-    for agreement in (first, second):
-        agreement.regrouped((0, 1))
+    for node in (first, second):
+        node.regrouped((0, 1))
+    gone.append(0)
     late = together(lambda: first.vote(1, Vote(False), then), lambda: second.vote(1, Vote(False)))
     assert late[0].alive == (0, 1), "the roll that was called already holds"
 

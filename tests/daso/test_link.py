@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -42,34 +43,39 @@ def world(link, tmp_path):
     made.close()
 
 
-def faults(world, tmp_path, seconds, **arguments):
+def faults(world, link, tmp_path, *, cut, seconds=100, **arguments):
+    """How both sides end if the link is cut once they train, for so many seconds, or for good."""
     world.ask("faulty", [0, 1], folder=str(tmp_path), every=2, wait=1, pause=0.1, **arguments)
-    return world.answers([0, 1], seconds)
+    ends = time.monotonic() + seconds
+    while not all((tmp_path / f"begun-{rank}").exists() for rank in (0, 1)):
+        assert time.monotonic() < ends, "nobody trains"
+        time.sleep(0.01)
+    link.cut()
+    restoring = threading.Timer(cut or 0.0, link.restore)
+    if cut is not None:
+        restoring.start()
+    try:
+        return world.answers([0, 1], seconds)
+    finally:
+        restoring.cancel()
 
 
 def test_a_short_cut_is_sat_out(link, world, tmp_path):
-    timers = [threading.Timer(1.0, link.cut), threading.Timer(2.5, link.restore)]
-    for timer in timers:
-        timer.start()
-    found = faults(world, tmp_path, 60, steps=25, timeout=20)
+    found = faults(world, link, tmp_path, cut=1.5, steps=20, timeout=60)
     assert [result["ended"] for result in found.values()] == ["through"] * 2
     assert [result["failed"] for result in found.values()] == [0, 0]
     assert torch.equal(found[0]["weights"], found[1]["weights"])
 
 
 def test_a_longer_one_counts_for_nobody_and_both_go_on(link, world, tmp_path):
-    timers = [threading.Timer(1.0, link.cut), threading.Timer(10.5, link.restore)]
-    for timer in timers:
-        timer.start()
-    found = faults(world, tmp_path, 80, steps=40, timeout=8, on_failure="continue")
+    found = faults(world, link, tmp_path, cut=9.5, steps=20, timeout=8, on_failure="continue")
     assert [result["ended"] for result in found.values()] == ["through"] * 2
     assert all(result["failed"] >= 1 for result in found.values())
     assert torch.equal(found[0]["weights"], found[1]["weights"])
 
 
 def test_a_link_that_stays_cut_stops_both_sides(link, world, tmp_path):
-    threading.Timer(1.0, link.cut).start()
-    found = faults(world, tmp_path, 60, steps=40, timeout=6)
+    found = faults(world, link, tmp_path, cut=None, steps=40, timeout=4)
     assert "rank 1 lost" in found[0]["ended"]
     assert "the node that hosts the store" in found[1]["ended"]
     for result in found.values():
