@@ -1,12 +1,14 @@
 """DASO against what torch and others offer, on two nodes of one machine with a shaped link between them.
 
-    sudo python benchmarks/daso.py race --data mnist.npz --results benchmarks/results/daso-race.csv
-    sudo python benchmarks/daso.py exposed --data mnist.npz --results benchmarks/results/daso-exposed.csv
-    python benchmarks/daso.py draw --results benchmarks/results/daso-race.csv
+    sudo python benchmarks/daso_nodes.py race --data mnist.npz --results benchmarks/results/daso-race.csv
+    sudo python benchmarks/daso_nodes.py exposed --data mnist.npz --results benchmarks/results/daso-exposed.csv
+    python benchmarks/daso_nodes.py scale --results benchmarks/results/daso-scale.csv
+    python benchmarks/daso_nodes.py draw --results benchmarks/results/daso-race.csv
 
 ``race``: seconds of training until MNIST is known to a given accuracy, and accuracy after equal epochs, with
 the learning rate of each way tuned on the same grid beforehand. ``exposed``: what exchanges cost a step, and
-bytes on the link. Both resume: what the results hold is left out.
+bytes on the link. Both resume: what the results hold is left out. ``scale``: what the simulator says of larger
+clusters, with the step of one device as it was measured, or estimated where it was not.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import math
 import statistics
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,9 @@ TUNING_SEEDS, SEEDS = (100, 101), range(5)
 EPOCHS, BATCH, WIDTH = 6, 256, 512
 MEGABITS = 700.0
 HERE = Path(__file__).parent
+STEPS = HERE / "results" / "eva-cost-h200.csv"
+MEASURED = {"resnet50": ("resnet50-64", "captured sgd")}
+"""Case and mode, among steps that were measured on one device."""
 
 
 class Ranks:
@@ -178,11 +184,27 @@ def parameters(width: int) -> int:
     return 784 * width + width + width * width + width + 10 * width + 10
 
 
+def measured_seconds(case: str, mode: str) -> float:
+    """The median of a step on one device."""
+    (row,) = (row for row in read(STEPS) if (row["case"], row["mode"]) == (case, mode))
+    return float(row["ms_50"]) / 1e3
+
+
+def as_long_as(costs: schedule.Costs, seconds: float) -> schedule.Costs:
+    """Estimated costs, all longer by the same factor, so that a step takes so long."""
+    factor = seconds / costs.compute_seconds
+    times = ("forward", "input_grad", "weight_grad", "update")
+    layers = (replace(layer, **{name: factor * getattr(layer, name) for name in times}) for layer in costs.layers)
+    return replace(costs, layers=tuple(layers), source="measured")
+
+
 def scale(results: Path) -> None:
     """What the simulator says of more nodes and of faster links, beside flat data parallel."""
     rows: list[dict[str, object]] = []
     for name, batch in (("resnet50", 64), ("gpt2_xl", 4)):
-        costs = network(name, batch=batch)
+        costs, source = network(name, batch=batch), "estimated"
+        if name in MEASURED:
+            costs, source = as_long_as(costs, measured_seconds(*MEASURED[name])), "measured"
         for rate in ("10Gbit/s", "100Gbit/s", "400Gbit/s"):
             for nodes in (4, 64, 256, 1024):
                 link = schedule.Link.parse(f"{rate},10us")
@@ -197,7 +219,7 @@ def scale(results: Path) -> None:
                 woven = schedule.plan(graph, policy="daso", **options).simulate().step_time
                 rows.append({
                     "network": name, "batch": batch, "link": rate, "nodes": nodes, "devices": 8 * nodes,
-                    "compute_milliseconds": round(1e3 * compute, 3), "every_and_wait": wait,
+                    "compute": source, "compute_milliseconds": round(1e3 * compute, 3), "every_and_wait": wait,
                     "ddp_milliseconds": round(1e3 * ddp, 3), "daso_milliseconds": round(1e3 * woven, 3),
                     "times_as_fast": round(ddp / woven, 2), "compute_share_ddp": round(compute / ddp, 3),
                     "compute_share_daso": round(compute / woven, 3),

@@ -95,12 +95,24 @@ def test_what_does_not_fit_is_left_out_of_all_and_said_so(gradweave):
 
 def test_enough_steps_are_shown_for_a_slow_exchange(gradweave):
     _, out, _ = gradweave(
-        "simulate", "daso", "--every", "1", "--wait", "20", "--link", "1Gbit/s", "--local-link", "free", "--json"
+        "simulate", "daso", "--every", "20", "--wait", "20", "--link", "1Gbit/s", "--local-link", "free", "--json"
     )
     ddp, daso = json.loads(out)["results"]
     exchange = 2 * 3 / 4 * 4 * 25_557_032 / 125e6
-    assert daso["step_time"] == pytest.approx(exchange, rel=0.01)
+    assert daso["step_time"] == pytest.approx(exchange / 20, rel=0.01)
     assert ddp["step_time"] > daso["step_time"]
+
+
+def test_what_daso_refuses_is_not_simulated_either(gradweave):
+    status, _, err = gradweave("simulate", "daso", "--every", "2", "--wait", "5")
+    assert status == 2
+    assert err.startswith("error: wait=5: give at most every=2")
+
+
+def test_one_node_gains_nothing_from_exchanging_less(gradweave):
+    _, out, _ = gradweave("simulate", "daso", "--nodes", "1", "--link", "1Gbit/s", "--json")
+    ddp, daso = json.loads(out)["results"]
+    assert daso["step_time"] == pytest.approx(ddp["step_time"], rel=0.05)
 
 
 def test_names_and_paths_are_printed_as_they_are(gradweave, tmp_path):

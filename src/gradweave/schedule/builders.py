@@ -40,12 +40,12 @@ def hierarchical(
     """Data parallel over nodes of ``local_ranks`` devices each: fast links inside, slow between.
 
     As built, every gradient is averaged over all devices in every step; a policy may exchange
-    less. One device stands for all.
+    less. One device stands for all. A single node has nothing but its links inside.
     """
     for argument, value in (("nodes", nodes), ("local_ranks", local_ranks)):
         if value < 1:
             raise ArgumentError(argument, value, "give at least 1")
-    cluster = Cluster(nodes * local_ranks, link, nodes, local_link)
+    cluster = Cluster(nodes * local_ranks, local_link if nodes == 1 else link, nodes, local_link)
     return _Builder(costs, Family.HIERARCHICAL, cluster, steps, 1, next_forward).graph()
 
 

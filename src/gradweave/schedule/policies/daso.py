@@ -23,12 +23,14 @@ def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1, payload: str = "flo
     """Gradients averaged inside the node; weights between nodes every few steps, merged ``wait`` later.
 
     One device of each node exchanges the weights, in the background; the merge itself is one
-    pass over them and counts as free. What is due after the last step shown is not merged.
+    pass over them and counts as free. What is due after the last step shown is not merged. With a
+    single node there is nothing to exchange.
 
     Args:
         graph: A graph of nodes of devices.
         every: Steps from one exchange to the next.
-        wait: Steps an exchange may take before a step waits for it.
+        wait: Steps an exchange may take before a step waits for it; at most ``every``, since one is under way at
+            a time.
         payload: What weights travel as.
     """
     if payload not in _BYTES:
@@ -37,6 +39,8 @@ def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1, payload: str = "flo
         raise ArgumentError("every", every, "give at least 1 step")
     if wait < 0:
         raise ArgumentError("wait", wait, "give 0 steps or more")
+    if wait > every:
+        raise ArgumentError("wait", wait, f"give at most every={every}: one exchange is under way at a time")
     if graph.steps < wait + 2 * every:
         raise ArgumentError("steps", graph.steps, f"give at least {wait + 2 * every}, for the exchanges to recur")
     graph, merges = _exchange(graph, every, wait, _BYTES[payload])
@@ -76,7 +80,7 @@ def _exchange(graph: TaskGraph, every: int, wait: int, width: int) -> tuple[Task
         if task.kind is not Kind.U or task.layer != last_update:
             continue
         updated = tuple(moved[-graph.layers :])
-        if task.step % every == 0:
+        if task.step % every == 0 and cluster.nodes > 1:
             exchange = Task(Kind.C, 0, seconds, GLOBAL_LINK, 0, task.step, graph.layers, payload=size, note="exchange")
             sent[task.step] = add(exchange, updated)
         for step in [s for s in sent if s + wait <= task.step]:
