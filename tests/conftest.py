@@ -1,5 +1,6 @@
 """Skips what the machine cannot run, and says why."""
 
+import gc
 import importlib.util
 import os
 
@@ -11,6 +12,13 @@ settings.register_profile(
 )
 settings.register_profile("thorough", parent=settings.get_profile("gradweave"), max_examples=2000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "gradweave"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_not_garbage() -> None:
+    """Collections look at what the tests of a module make: a million objects of modules are older, and stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -115,6 +115,7 @@ def layer_of(described):
     return layer.to(memory_format=torch.channels_last) if kind == "last" else layer
 
 
+@pytest.mark.timeout(1500)
 @settings(max_examples=max(5, settings().max_examples // 20))
 @example([("linear", 17, 11, True), ("last", 2, 3, 2, 3, True)], "Eva", 0.0)
 @example([("transposed", 2, 3, 2, 3, True), ("linear", 1, 1, True)], "EvaF", 0.1)

@@ -95,6 +95,8 @@ _earlier = []
 
 def _tensors():
     """All tensors there are; objects of modules, of which there are a million, are looked through only once."""
+    if not _earlier:
+        gc.unfreeze()  # what was frozen before has not been looked through
     objects = gc.get_objects()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -76,6 +76,7 @@ convolutions = st.tuples(
 )  # fmt: skip
 
 
+@pytest.mark.timeout(1500)
 @every
 @settings(max_examples=max(5, settings().max_examples // 20))
 @given(case=convolutions)

@@ -389,14 +389,17 @@ def test_masks_inside_of_each_other_and_rows_that_hold_anything():
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_an_attention_without_any_keys(padded):
-    """Nothing is divided by none."""
+    """Nothing is divided by none: keys and values give zeros, and queries count unless they are padding too."""
     module = nn.MultiheadAttention(4, 2, batch_first=True)
     optimizer = EvaF(module)
     q, k = torch.randn(1, 3, 4), torch.randn(1, 3 if padded else 0, 4)
     mask = torch.zeros(1, 3, dtype=torch.bool)
     with optimizer.padding_mask(mask) if padded else nullcontext():
         module(q, k, k.clone())[0].sum().backward()
-    assert optimizer.state[module.in_proj_weight]["record"].isfinite().all()
+    seen = [0.0] * 4 + [0.0] if padded else [*q.sum((0, 1)).tolist(), 3.0]
+    record = optimizer.state[module.in_proj_weight]["record"].tolist()
+    assert record[:4] + record[-1:] == pytest.approx(seen)
+    assert record[4:-1] == [0.0] * 8
 
 
 def test_an_attention_whose_mask_has_weights():
@@ -431,9 +434,30 @@ def test_hooks_go_with_their_optimizer():
     assert not model[0]._forward_hooks
 
 
-def test_a_loss_of_a_layer_by_itself_under_autocast():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    model[0].register_forward_hook(lambda *given: given[-1].float().square().mean().backward(retain_graph=False))
-    EvaF(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(5, 4)).float().sum()
+@pytest.mark.parametrize("is_seen", [True, False], ids=["behind the optimizer's hook", "in front of it"])
+def test_a_loss_of_a_layer_by_itself_under_autocast(is_seen):
+    """Its backward runs in a hook: it is counted if the layer has been seen by then, and the graph is gone after it."""
+
+    def own_loss(_, args, y):
+        y.float().square().mean().backward()
+        return y.detach()
+
+    model, stock = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    stock.load_state_dict(model.state_dict())
+    stock[0].register_forward_hook(own_loss)
+    if is_seen:
+        optimizer = EvaF(model)
+        model[0].register_forward_hook(own_loss)
+    else:
+        model[0].register_forward_hook(own_loss)
+        optimizer = EvaF(model)
+    x = torch.randn(5, 4)
+    for one in (model, stock):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = one(x)
+        y.float().sum().backward()
+    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    first, second = (optimizer.state[layer.weight]["record"].tolist() for layer in model)
+    assert first == pytest.approx([*x.sum(0).tolist(), 5.0] if is_seen else [0.0] * 5)
+    assert second[-1] == 5

@@ -22,9 +22,7 @@ def test_fitted_shares_give_the_slowdowns_back(weight_gradients, others):
     }
     shares = fit_shares(measured)
     for (one, other), factor in measured.items():
-        assert max(1.0, shares[one] + shares[other]) == pytest.approx(factor, abs=0.25)
-    off = [max(1.0, shares[one] + shares[other]) - factor for (one, other), factor in measured.items()]
-    assert sum(abs(value) for value in off) / len(off) < 0.12
+        assert max(1.0, shares[one] + shares[other]) == pytest.approx(factor, abs=0.021)  # shares are multiples of 0.02
 
 
 def test_nothing_is_promised_that_was_not_seen():

@@ -128,8 +128,13 @@ def test_an_attention_without_a_joint_projection():
         def forward(self, x):
             return self.qkv(x)
 
-    with reorder(Own(), "side_stream") as handle:
-        handle._layers[0].module(torch.ones(1, 8))
+    model, x = Own(), torch.randn(3, 8)
+    expected = torch.autograd.grad(model(x).square().sum(), [model.qkv.weight, model.qkv.bias])
+    with reorder(model, "side_stream") as handle:
+        model(x).square().sum().backward()
+        assert handle.most_bytes_held > 0
+    assert torch.equal(model.qkv.weight.grad, expected[0])
+    assert torch.equal(model.qkv.bias.grad, expected[1])
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -140,6 +145,7 @@ def test_evaluation_takes_the_fast_ways_of_torch():
     mask[0, 4:] = True
     with torch.no_grad():
         expected = model(x, src_key_padding_mask=mask)
+        assert not expected[0, 4:].any()  # only the fast way leaves out what is padding
         with reorder(model, "side_stream"):
             assert torch.equal(model(x, src_key_padding_mask=mask), expected)
 

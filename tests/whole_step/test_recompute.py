@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -150,13 +152,30 @@ def test_random_numbers_that_would_be_drawn_anew_are_refused():
         step(torch.ones(2, 8))
 
 
-def test_a_recorded_step_keeps_everything():
-    from contextlib import nullcontext
+def test_a_recorded_step_keeps_everything(monkeypatch):
+    """No activation is computed anew in it, and it is the step that an eager one would be."""
 
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def make():
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 2)]
+        model = torch.nn.Sequential(*layers)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    traced = []
+    trace_step = program.trace_step
+    monkeypatch.setattr(program, "trace_step", lambda *given: traced.append(trace_step(*given)) or traced[-1])
+    model, optimizer = make()
     step = gradweave.compile(model, lambda m, x: m(x).square().mean(), optimizer, memory_budget=0.3)
-    for _ in range(2):
-        step(torch.randn(4, 8))
+    batches = torch.randn(3, 4, 8)
     step.record(lambda *_: nullcontext())
-    step(torch.randn(4, 8))
+    for x in batches:
+        step(x)
+    operations = [node.target for node in traced[-1].graph.graph.nodes]
+    assert operations.count(torch.ops.aten.tanh.default) == 1
+
+    stock, optimizer = make()
+    for x in batches:
+        optimizer.zero_grad()
+        stock(x).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(model.state_dict(), stock.state_dict())
