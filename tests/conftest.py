@@ -7,6 +7,8 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each process of the suite has some that import torch
+
 settings.register_profile(
     "gradweave", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

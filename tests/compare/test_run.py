@@ -165,7 +165,7 @@ def test_random_numbers_of_variants_do_not_mix():
 def test_a_compiled_step_is_judged_by_its_losses(tmp_path):
     from dataclasses import replace
 
-    compared = compare(Setting(WORKLOADS["autoencoder"], batch=64), ["compile"], steps=20)
+    compared = compare(Setting(own(small), batch=64), ["compile"], steps=20)
     result = compared.results[2]
     assert result.label == "compile"
     assert result.parts == {}

@@ -53,7 +53,7 @@ class TokenModel(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gpt = GPT(vocabulary=5, width=16, blocks=2, heads=2, tokens=48)
+        self.gpt = GPT(vocabulary=5, width=16, blocks=1, heads=2, tokens=48)
 
     def forward(self, x):
         return self.gpt((x > 0).long())[:, -1]
@@ -61,6 +61,16 @@ class TokenModel(nn.Module):
 
 def mlp():
     return nn.Sequential(nn.Linear(48, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, 5))
+
+
+def small():
+    """The least that has two layers: what Inductor makes of it is few kernels."""
+    return nn.Sequential(nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+def linear():
+    """A single layer: for tests of updates that Inductor compiles."""
+    return nn.Linear(48, 5)
 
 
 def with_dropout():
@@ -102,11 +112,12 @@ MODELS = {
     "checkpointed": Checkpointed,
     "checkpointed dropout": CheckpointedDropout,
 }
+SMALL_MODELS = {"small": small, "linear": linear}
 
 
 def make(model):
     torch.manual_seed(0)
-    return MODELS[model]()
+    return (MODELS | SMALL_MODELS)[model]()
 
 
 def batches(count, size=6):

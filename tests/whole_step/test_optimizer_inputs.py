@@ -109,7 +109,7 @@ def test_optimizers_that_keep_something_elsewhere_run_eagerly(optimizer, warned)
 
 @pytest.mark.parametrize("lower", ["replay", "inductor"])
 def test_a_custom_optimizer_of_tensor_code(lower):
-    made, expected = train("mlp", lower, Replaces), train("mlp", None, Replaces)
+    made, expected = train("small", lower, Replaces), train("small", None, Replaces)
     torch.testing.assert_close(made[2], expected[2], rtol=1e-6, atol=0)
     if lower == "replay":
         assert_identical(made, expected)

@@ -107,8 +107,16 @@ class SharedBuffers(torch.nn.Module):
         return (self.layer(x) * self.part).square().mean() * torch.tensor(2.0), None
 
 
-@pytest.mark.parametrize("model_class", [Gated, RunningNormalizer, SharedBuffers])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("model_class", "optimizer"),
+    [
+        (Gated, torch.optim.AdamW),
+        (RunningNormalizer, torch.optim.SGD),
+        (SharedBuffers, torch.optim.SGD),
+        *(pytest.param(cls, torch.optim.AdamW, marks=pytest.mark.slow) for cls in (RunningNormalizer, SharedBuffers)),
+        pytest.param(Gated, torch.optim.SGD, marks=pytest.mark.slow),
+    ],
+)
 def test_what_the_partitioner_cannot_do_or_would_do_differently(model_class, optimizer):
     def train(lower):
         torch.manual_seed(0)

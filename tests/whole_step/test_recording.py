@@ -48,8 +48,8 @@ def test_recorded_steps_are_the_same_steps(options):
 
 
 def test_recorded_among_compiled_steps():
-    marks, losses, _, optimizer = train("inductor", {3, 5}, name="mlp")
-    _, expected, _, _ = train("inductor", {}, name="mlp")
+    marks, losses, _, optimizer = train("inductor", {3, 5}, name="small")
+    _, expected, _, _ = train("inductor", {}, name="small")
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     assert all(int(state["step"]) == 8 for state in optimizer.state_dict()["state"].values())
     kinds = [kind for kind, _ in marks.seen]

@@ -63,10 +63,10 @@ def train(name, monkeypatch, *, upper=None, device="cpu", **options):
     return losses, model, cuts
 
 
-@pytest.mark.parametrize(("name", "upper"), [("mlp", 0), ("mlp", 2), ("convolutional", 1), ("gpt", 1)])
+@pytest.mark.parametrize(("name", "upper"), [("small", 0), ("mlp", 2), ("convolutional", 1), ("gpt", 1)])
 def test_pieces_are_the_whole_and_take_the_same_steps(name, upper, monkeypatch):
     losses, model, (made,) = train(name, monkeypatch, upper=upper)
-    expected, stock, _ = train(name, monkeypatch)
+    expected, stock, _ = train(name, monkeypatch, lower="replay")
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     for one, other in zip(model.state_dict().values(), stock.state_dict().values(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
@@ -119,16 +119,16 @@ def test_an_update_stays_behind_what_the_other_piece_reads_of_its_weight():
 
 @pytest.mark.parametrize("options", [{"max_grad_norm": 0.1}, {"max_grad_value": 0.01}])
 def test_with_clipping(options, monkeypatch):
-    losses, _, (made,) = train("mlp", monkeypatch, upper=1, **options)
-    expected, _, _ = train("mlp", monkeypatch, **options)
+    losses, _, (made,) = train("small", monkeypatch, upper=1, **options)
+    expected, _, _ = train("small", monkeypatch, lower="replay", **options)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     assert (made is None) == ("max_grad_norm" in options)
 
 
 def test_a_scaled_loss_leaves_nothing_to_run_beside(monkeypatch):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    losses, _, (made,) = train("mlp", monkeypatch, upper=1, scaler=scaler)
-    expected, _, _ = train("mlp", monkeypatch, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    losses, _, (made,) = train("small", monkeypatch, upper=1, scaler=scaler)
+    expected, _, _ = train("small", monkeypatch, lower="replay", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     assert made is None
 
@@ -147,7 +147,7 @@ def test_costs_decide():
 
 
 def test_costs_of_the_model_are_taken_and_those_of_another_are_not():
-    model = make("mlp")
+    model = make("small")
     names = names_of(model)
     step = gradweave.compile(model, loss_fn, adamw(model.parameters()), costs=free_costs(names))
     losses = [step(*batch).item() for batch in batches(3)]

@@ -57,7 +57,7 @@ def test_inductor_gives_the_eager_losses(model):
 def test_inductor_with_every_optimizer_and_a_scheduler(name):
     def run(lower):
         return train(
-            "mlp",
+            "linear",
             lower,
             {**OPTIMIZERS, **CAPTURABLE_FORM}[name],
             steps=7,
@@ -91,8 +91,8 @@ def test_hyperparameters_change_without_a_new_graph(caplog):
             group["weight_decay"] = 0.01 * number if number else 0.02
 
     with caplog.at_level("INFO", logger="gradweave"):
-        made = train("mlp", "inductor", OPTIMIZERS["sgd, everything"], each=each)
-    torch.testing.assert_close(made[2], train("mlp", None, OPTIMIZERS["sgd, everything"], each=each)[2])
+        made = train("small", "inductor", OPTIMIZERS["sgd, everything"], each=each)
+    torch.testing.assert_close(made[2], train("small", None, OPTIMIZERS["sgd, everything"], each=each)[2])
     assert sum("ready after" in record.message for record in caplog.records) <= 1
 
 
@@ -166,7 +166,8 @@ def looked_at(number, model, optimizer):
     ],
 )  # fmt: skip
 def test_what_is_done_between_steps_takes_effect(each, lower):
-    made, expected = (train("mlp", how, steps=8, each=each) for how in (lower, None))
+    name = "mlp" if lower == "replay" else "small"
+    made, expected = (train(name, how, steps=8, each=each) for how in (lower, None))
     torch.testing.assert_close(made[2], expected[2], rtol=2e-6, atol=0)
     if lower == "replay":
         assert_identical(made, expected)
@@ -177,7 +178,7 @@ def test_extra_results_of_any_structure_belong_to_the_caller():
         out = model(x)
         return F.cross_entropy(out, y), {"correct": [(out.argmax(-1) == y).sum()], "x": x, "name": "n"}
 
-    model = make("mlp")
+    model = make("small")
     step = gradweave.compile(model, with_extras, adamw(model.parameters()), lower="inductor")
     results = [step(x, y) for x, y in batches(4)]
     losses = torch.stack([loss for loss, _ in results])
@@ -190,8 +191,10 @@ def test_extra_results_of_any_structure_belong_to_the_caller():
 
 @pytest.mark.parametrize("lower", ["replay", "inductor"])
 def test_accumulation_over_micro_batches(lower):
+    name = "mlp" if lower == "replay" else "small"
+
     def run(lower):
-        model = make("mlp")
+        model = make(name)
         optimizer = adamw(model.parameters())
         step = gradweave.compile(model, loss_fn, optimizer, lower=lower, max_grad_norm=1.0) if lower else None
         norms = []
@@ -294,7 +297,7 @@ def test_dropout_is_fresh_in_every_step_and_follows_the_seed():
 
 
 def short_last_batch(new_shapes, lower="replay"):
-    model = make("mlp")
+    model = make("mlp" if lower == "replay" else "small")
     optimizer = adamw(model.parameters())
     step = gradweave.compile(model, loss_fn, optimizer, lower=lower, new_shapes=new_shapes)
     losses = []
@@ -443,9 +446,9 @@ def test_schedulers_see_that_steps_were_taken():
 
 
 def test_checkpoints_go_to_and_come_from_a_stock_loop():
-    model, optimizer, _ = train("mlp", "inductor", steps=4)
+    model, optimizer, _ = train("small", "inductor", steps=4)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    resumed = make("mlp")
+    resumed = make("small")
     stock = adamw(resumed.parameters())
     resumed.load_state_dict(saved[0])
     stock.load_state_dict(saved[1])
@@ -489,7 +492,7 @@ def test_what_is_refused_at_once():
 
 @pytest.mark.parametrize("lower", ["replay", "inductor"])
 def test_a_step_that_is_dropped_leaves_nothing_behind(lower):
-    model = make("mlp")
+    model = make("small")
     step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower=lower)
     for x, y in batches(3):
         step(x, y)
@@ -522,8 +525,10 @@ def test_a_step_without_gradients_is_refused():
 @pytest.mark.parametrize("lower", ["replay", "inductor"])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_loss_scaling_leaves_out_updates_that_are_not_finite(lower, max_norm):
+    name = "mlp" if lower == "replay" else "small"
+
     def run(lower):
-        model = make("mlp")
+        model = make(name)
         optimizer = adamw(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         step = None
