@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forked import Forked
 
-SECONDS = 90
+SECONDS = 250
 
 
 def agree_and_leave(results):

@@ -20,7 +20,7 @@ SOURCE = Path(gradweave.__file__).parents[1]
 def python(*arguments, executable=sys.executable, **more):
     environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
     return subprocess.run(
-        [executable, *arguments], env=environment, capture_output=True, text=True, timeout=90, check=False, **more
+        [executable, *arguments], env=environment, capture_output=True, text=True, timeout=250, check=False, **more
     )
 
 
@@ -132,14 +132,14 @@ def test_the_wheel_installs_into_a_clean_environment(tmp_path):
     venv.create(clean, with_pip=True)
     executable = clean / "bin" / "python"
     install = [str(executable), "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-    subprocess.run(install, check=True, timeout=90)
+    subprocess.run(install, check=True, timeout=250)
     site = next(clean.glob("lib/*/site-packages"))
     borrowed = sorted({str(Path(importlib.util.find_spec(name).origin).parents[1]) for name in ("typer", "matplotlib")})
     (site / "zz_borrowed.pth").write_text("\n".join(borrowed) + "\n")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [str(clean / "bin" / "gradweave"), "--version"]
     ran = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False
+        command, env=environment, capture_output=True, text=True, timeout=250, cwd=tmp_path, check=False
     )
     assert ran.stdout == f"gradweave {gradweave.__version__}\n", ran.stderr
     where = "import gradweave; print(gradweave.__file__)"

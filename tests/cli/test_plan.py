@@ -1,24 +1,34 @@
 import json
-import subprocess
 import sys
 
+import pytest
+
+from gradweave.cli import main
 from gradweave.cli.plan import _on
 from gradweave.schedule import Costs, plan, single
 
 
-def run(*arguments):
-    command = [sys.executable, "-W", "ignore", "-m", "gradweave", "plan", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command; returns its status, and what it has said."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["gradweave", "plan", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return exit_.value.code, *capsys.readouterr()
+
+    return run
 
 
-def test_costs_and_predictions_of_a_small_model(tmp_path):
-    result = run("--model", "autoencoder", "--batch", "64", "--out", str(tmp_path / "made"))
-    assert result.returncode == 0, result.stderr
+def test_costs_and_predictions_of_a_small_model(run, tmp_path):
+    status, out, err = run("--model", "autoencoder", "--batch", "64", "--out", str(tmp_path / "made"))
+    assert status == 0, err
     for policy in ("in_order", "side_stream", "joint", "cross_step"):
-        assert policy in result.stdout
-    assert "a stock step took" in result.stdout
-    assert "a CPU has no second stream" in result.stdout
-    assert "warming up" in result.stderr
+        assert policy in out
+    assert "a stock step took" in out
+    assert "a CPU has no second stream" in out
+    assert "warming up" in err
     costs = Costs.load(tmp_path / "made" / "costs.json")
     assert len(costs.layers) >= 8
     assert all(layer.forward > 0 and layer.weight_grad > 0 and layer.update > 0 for layer in costs.layers)
@@ -27,11 +37,11 @@ def test_costs_and_predictions_of_a_small_model(tmp_path):
         assert (tmp_path / "made" / name).stat().st_size > 10_000
 
 
-def test_what_is_wrong_is_one_line():
-    result = run("--model", "mlp", "--dtype", "float8")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: --dtype='float8'")
-    assert result.stderr.count("\n") == 1
+def test_what_is_wrong_is_one_line(run):
+    status, out, err = run("--model", "mlp", "--dtype", "float8")
+    assert (status, out) == (2, "")
+    assert err.startswith("error: --dtype='float8'")
+    assert err.count("\n") == 1
 
 
 def test_lanes_are_called_after_what_was_measured():
@@ -45,8 +55,8 @@ def test_lanes_are_called_after_what_was_measured():
     assert _on("cuda", predicted) is predicted
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_before_measuring(tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_refused_before_measuring(run, tmp_path):
     (tmp_path / "costs.json").mkdir()
-    result = run("--model", "autoencoder", "--out", str(tmp_path))
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == f"error: --out='{tmp_path}': costs.json in it is a folder; give another\n"
+    status, out, err = run("--model", "autoencoder", "--out", str(tmp_path))
+    assert (status, out) == (2, "")
+    assert err == f"error: --out='{tmp_path}': costs.json in it is a folder; give another\n"

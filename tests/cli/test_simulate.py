@@ -223,6 +223,6 @@ def test_help_names_policies_and_networks(gradweave, monkeypatch, scenario, word
 
 def test_json_can_be_piped_from_a_process():
     command = [sys.executable, "-m", "gradweave", "simulate", "single", "--policy", "in_order", "--json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
     assert json.loads(ran.stdout)["results"][0]["policy"] == "in_order"
     assert ran.stderr == ""

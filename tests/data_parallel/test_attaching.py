@@ -95,7 +95,7 @@ def test_a_program_that_ends_without_detach_ends_well(tmp_path, end):
         for rank in range(2)
     ]
     try:
-        errors = [rank.communicate(timeout=60)[1].decode() for rank in ranks]
+        errors = [rank.communicate(timeout=250)[1].decode() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -111,7 +111,7 @@ def test_another_threads_look_does_not_make_it_update(kind):
         updated_in.clear()
         thread = threading.Thread(target=look, daemon=True)
         thread.start()
-        thread.join(60)
+        thread.join(100)
         assert not thread.is_alive()
         assert type(model.scale) is nn.Parameter
     (updated_by, threads_of_torch), *_ = updated_in
@@ -136,9 +136,9 @@ def test_a_forked_process_reads_updated_weights_and_changes_none(mode, shared):
         process = context.Process(target=_sum_of, args=(model, queue))
         process.start()
         try:
-            return queue.get(timeout=60)
+            return queue.get(timeout=100)
         finally:
-            process.join(timeout=60)
+            process.join(timeout=100)
 
     def model():
         made = make_net()

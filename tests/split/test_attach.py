@@ -418,7 +418,7 @@ def test_detaching_while_another_thread_is_in_forward():
 
         def forward(self, x):
             self.inside.set()
-            assert self.go_on.wait(20)
+            assert self.go_on.wait(100)
             return self.layer(x)
 
     model = Waits()
@@ -431,7 +431,7 @@ def test_detaching_while_another_thread_is_in_forward():
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert model.inside.wait(20)
+    assert model.inside.wait(100)
     handle.detach()
     model.go_on.set()
     thread.join()

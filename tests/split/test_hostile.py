@@ -270,7 +270,7 @@ def test_losses_whose_backwards_run_in_two_threads(policy):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(100)
         return [p.grad for p in model.parameters()]
 
     expected = run(None)
@@ -294,7 +294,7 @@ def test_evaluation_in_threads_behind_a_step():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(100)
     with torch.no_grad():
         expected = copy.deepcopy(model)(torch.ones(2, 6))
     assert len(seen) == 4
@@ -315,7 +315,7 @@ def test_a_forked_process_trains_on():
 
     forked = multiprocessing.get_context("fork").Process(target=child)
     forked.start()
-    forked.join(60)
+    forked.join(100)
     forked.kill()
     assert forked.exitcode == 0
 
