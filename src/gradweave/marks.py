@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -72,24 +73,83 @@ def is_in_data_parallel(optimizer: Optimizer) -> bool:
     return note is not None and note() is not None
 
 
-class DataParallelMark(ModuleHook):
-    """A hook on loading by which a model says that a DataParallel trains it; a copy of the model does not have it."""
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that have parameters of their own, and take hooks."""
+    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    return [module for module in modules if next(module.parameters(recurse=False), None) is not None]
 
-    def __init__(self, *, here: bool = True) -> None:
+
+class ParallelMark(ModuleHook):
+    """A hook on loading by which a layer says what trains replicas of it; a copy of the layer does not have it.
+
+    Args:
+        by: The technique, ``"DASO"`` or ``"DataParallel"``.
+    """
+
+    def __init__(self, by: str | None = None) -> None:
         super().__init__()
-        self.here = here
+        self.by = by
 
-    def __deepcopy__(self, _: object) -> DataParallelMark:
-        return DataParallelMark(here=False)
+    def __deepcopy__(self, _: object) -> ParallelMark:
+        return ParallelMark()
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
         return ModuleHook, ()
 
 
-def is_trained_in_parallel(model: nn.Module) -> bool:
-    """Whether a DataParallel trains a model, or a part of it."""
+def mark_in_parallel(model: nn.Module, by: str, undo: ExitStack) -> None:
+    """Notes on all layers of a model what trains replicas of it, until ``undo`` is closed."""
+    for layer in _layers(model):
+        undo.callback(layer.register_load_state_dict_post_hook(ParallelMark(by)).remove)
+
+
+def trained_in_parallel_by(model: nn.Module) -> set[str]:
+    """Which techniques train replicas of a model, or of a part of it."""
     hooks = (hook for module in model.modules() for hook in load_hooks(module))
-    return any(isinstance(hook, DataParallelMark) and hook.here for hook in hooks)
+    return {hook.by for hook in hooks if isinstance(hook, ParallelMark) and hook.by is not None}
+
+
+class OptimizerMark(ModuleHook):
+    """A hook on loading by which a layer says which optimizer was made for the whole model that it is in.
+
+    Args:
+        optimizer: Not kept alive by this; a copy of the layer has none.
+    """
+
+    def __init__(self, optimizer: Optimizer | None = None) -> None:
+        super().__init__()
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    @property
+    def name(self) -> str | None:
+        """Its class; None if it is gone."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        return None if optimizer is None else type(optimizer).__name__
+
+    def __deepcopy__(self, _: object) -> OptimizerMark:
+        return OptimizerMark()
+
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
+
+
+def mark_layers_of(model: nn.Module, optimizer: Optimizer) -> None:
+    """Notes on all layers of a model that an optimizer treats them as the layers of a whole model."""
+    for layer in _layers(model):
+        handle = layer.register_load_state_dict_post_hook(OptimizerMark(optimizer))
+        weakref.finalize(optimizer, handle.remove).atexit = False
+
+
+def optimizers_of_layers(model: nn.Module) -> set[str]:
+    """The classes of optimizers that treat layers of a model as those of a whole model."""
+    hooks = (hook for module in model.modules() for hook in load_hooks(module))
+    return {hook.name for hook in hooks if isinstance(hook, OptimizerMark) and hook.name is not None}
+
+
+def check_not_in_pipeline(model: nn.Module) -> None:
+    """Raises for a model, or a part of one, whose layers are spread over ranks: those have nothing to average."""
+    if pipeline_part(model) is not None:
+        raise ArgumentError("model", "layers of a Pipeline", "each rank has others of them; close() it first")
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.compat.distributed import active_ddp, ddp_parameters, is_distributed_tensor, is_managed_by_fsdp
-from gradweave.compat.eager import no_torch_function
+from gradweave.compat.eager import inside_of_compiled, no_torch_function
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.module_hook import ModuleHook
 
@@ -93,7 +93,8 @@ class Lookout:
     """
 
     def __init__(self, model: nn.Module, refuse: Callable[[Averager], None], *, forwards: int = 3) -> None:
-        self._model = model
+        # Dynamo cannot trace hooks that hold on to what torch.compile() has returned.
+        model = self._model = inside_of_compiled(model)
         self._refuse = refuse
         self._forwards = forwards
         self._hooks: dict[int, Any] = {}
@@ -101,7 +102,8 @@ class Lookout:
         try:
             self._hooks[id(model)] = model.register_forward_pre_hook(ModuleHook(self._enters), prepend=True)
             for module in model.modules():
-                if module is not model and next(module.parameters(recurse=False), None) is not None:
+                scripted = isinstance(module, torch.jit.ScriptModule)  # takes no hooks, and has no wrapper inside
+                if module is not model and not scripted and next(module.parameters(recurse=False), None) is not None:
                     self._left[id(module)] = forwards
                     self._hooks[id(module)] = module.register_forward_pre_hook(ModuleHook(self._enters_part))
         except BaseException:

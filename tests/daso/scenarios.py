@@ -35,6 +35,7 @@ from gradweave.compare.data import digits
 from gradweave.compat.distributed import default_store
 from gradweave.daso import DASO
 from gradweave.errors import ArgumentError, GradweaveError, LostNodeError
+from gradweave.split import reorder
 
 TIMEOUT = 20
 
@@ -516,15 +517,30 @@ def learn_digits(*, way, epochs=12, batch=25):
 _DIGITS = {"delta": {"every": 3, "wait": 2}, "paper": {"warm_up": 2, "cool_down": 2, "total": 12}}
 
 
-def compiled(*, steps):
-    """A model behind torch.compile."""
+def compiled(*, steps, first):
+    """A model behind torch.compile, which is called first or behind DASO."""
     model, opt = setting()
-    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
-    fast = torch.compile(model, backend="aot_eager")
+    fast = torch.compile(model, backend="aot_eager") if first else model
+    daso = DASO(fast, opt, timeout=TIMEOUT, every=2, wait=1)
+    fast = fast if first else torch.compile(model, backend="aot_eager")
     for step in range(steps):
         one_step(fast, opt, step)
     daso.finish()
     return weights_of(model), daso.steps
+
+
+def reordered(*, steps, first):
+    """A model whose weight gradients are computed late."""
+    model, opt = setting()
+    if first:
+        reorder(model, policy="side_stream")
+    daso = DASO(model, opt, timeout=TIMEOUT, every=2, wait=1)
+    if not first:
+        reorder(model, policy="side_stream")
+    for step in range(steps):
+        one_step(model, opt, step)
+    daso.finish()
+    return weights_of(model)
 
 
 def save_behind_a_skip(*, folder):

@@ -212,10 +212,18 @@ def test_closures(two_by_two):
     assert {steps for _, steps in found.values()} == {6}
 
 
-def test_a_compiled_model(two_by_two):
-    found = two_by_two.run("compiled", steps=6)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_compiled_model(two_by_two, first):
+    found = two_by_two.run("compiled", steps=6, first=first)
     plain = two_by_two.run("train", steps=6, every=2, wait=1)
     assert all(torch.allclose(found[rank][0], plain[rank]["end"], rtol=1e-5, atol=1e-6) for rank in found)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_reordered_model(two_by_two, first):
+    found = two_by_two.run("reordered", steps=6, first=first)
+    plain = two_by_two.run("train", steps=6, every=2, wait=1)
+    assert all(torch.equal(found[rank], plain[rank]["end"]) for rank in found)
 
 
 def test_reentrant_checkpointing(two_by_two):

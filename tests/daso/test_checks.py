@@ -7,6 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from gradweave import compile, fuse
 from gradweave.daso import DASO
+from gradweave.data_parallel import DataParallel
 from gradweave.errors import ArgumentError
 
 
@@ -45,6 +46,29 @@ def test_a_compiled_step_and_daso_refuse_each_other():
     with pytest.raises(ArgumentError, match="compiled step"):
         DASO(model, optimizer)
     del step
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_scripted_part_is_trained_and_a_scripted_model_refused():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    daso = DASO(model, optimizer)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    daso.finish()
+    assert daso.steps == 1
+    with pytest.raises(ArgumentError, match=r"torch\.jit\.script"):
+        DASO(torch.jit.script(model), optimizer)
+
+
+def test_a_model_in_data_parallel_whatever_its_optimizer():
+    model = nn.Linear(2, 2)
+    with DASO(model, torch.optim.SGD(model.parameters(), lr=0.1)), pytest.raises(ArgumentError, match="has a DASO"):
+        DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapped = DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ArgumentError, match="is in a DataParallel"):
+        DASO(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapped.detach()
 
 
 def test_two_devices_and_data_parallel_are_refused():

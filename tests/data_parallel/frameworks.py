@@ -119,6 +119,13 @@ def in_torch(*, order):
         elif order == "the wrapper around fully_shard":
             trained = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
             trained = DataParallel(model, torch.optim.AdamW(model.parameters()))
+        elif order.startswith("torch.compile of the wrapper"):
+            own = {"k": 2} if "reverse" in order else {}
+            trained = DataParallel(model, optimizer, policy=order.rpartition(", ")[2], **own)
+            trained = torch.compile(trained, backend="aot_eager")
+        elif order == "torch.compile of the model, behind the wrapper":
+            trained = DataParallel(model, optimizer, policy="no_barrier")
+            model.compile(backend="aot_eager")
         elif order == "FSDP around the wrapper":
             trained = FullyShardedDataParallel(DataParallel(model, optimizer), **options)
         elif order == "the wrapper around FSDP":

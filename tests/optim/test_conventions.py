@@ -454,6 +454,19 @@ def test_models_without_layers_are_refused():
         EvaF(make_mlp(), samples=0)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("cls", [Eva, EvaF, EvaS])
+def test_a_scripted_layer_has_no_vectors_where_its_forward_must_be_seen(cls):
+    model = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)), nn.Linear(3, 2))
+    optimizer = cls(model, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    rules = {id(p): group["rule"] for group in optimizer.param_groups for p in group["params"]}
+    assert [rules[id(model[i].weight)] == "vectors" for i in range(3)] == [True, cls is EvaS, True]
+
+
 def test_sparse_gradients_are_refused():
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
     optimizer = EvaF(model)

@@ -1,5 +1,6 @@
 """What ranks of a pipeline do with the Eva family, and what a trial run must leave alone."""
 
+import gc
 import random
 
 import torch
@@ -66,6 +67,23 @@ def refused_rules():
     pipe.step(*batch("linears"))
     pipe.close()
     return said, hooks
+
+
+def made_before():
+    """What is said where an optimizer was made for the whole model, and once that is gone."""
+    model, said = make("linears"), []
+    for make_one in (optim.Eva, optim.EvaF, optim.EvaS, optim.KFAC):
+        optimizer = make_one(model)
+        try:
+            Pipeline(model, loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+        except ArgumentError as error:
+            said.append(str(error))
+        del optimizer
+        gc.collect()
+    pipe = Pipeline(model, loss_fn, microbatches=4, policy="fast_forward", timeout=20)
+    pipe.step(*batch("linears"))
+    pipe.close()
+    return said
 
 
 def missing(patience=0.5):

@@ -25,11 +25,30 @@ def refused(model, said):
         Pipeline(model, loss_fn, microbatches=2)
 
 
-def test_a_model_in_data_parallel():
+TECHNIQUES = {"DASO": gradweave.DASO, "DataParallel": gradweave.DataParallel}
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_model_whose_replicas_are_averaged(name, same):
     model = make("mlp")
-    wrapped = gradweave.DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    refused(nn.Sequential(wrapped), "is in a DataParallel")
-    wrapped.detach()
+    attached = TECHNIQUES[name](model, torch.optim.SGD(model.parameters(), lr=0.1))
+    refused(model if same else nn.Sequential(*model), f"is in a {name}'")
+    if isinstance(attached, nn.Module):
+        refused(nn.Sequential(attached), f"is in a {name}'")
+    attached.detach()
+    Pipeline(model, loss_fn, microbatches=2).close()
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_layers_of_a_pipeline_are_no_replicas(name):
+    model = make("mlp")
+    pipe = Pipeline(model, loss_fn, microbatches=2)
+    for given in (model, pipe.module, model[0]):
+        with pytest.raises(ArgumentError, match="layers of a Pipeline'"):
+            TECHNIQUES[name](given, torch.optim.SGD(given.parameters(), lr=0.1))
+    pipe.close()
+    TECHNIQUES[name](model, torch.optim.SGD(model.parameters(), lr=0.1)).detach()
 
 
 def test_reordered_layers():

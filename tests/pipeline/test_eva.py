@@ -29,6 +29,14 @@ def test_rules_with_one_scale_for_all_layers_are_refused(two):
         assert hooks == 0
 
 
+def test_an_optimizer_that_was_made_for_the_whole_model_is_refused(two):
+    for said in two.run("made_before").values():
+        assert len(said) == 4
+        for kind, message in zip(["Eva", "EvaF", "EvaS", "KFAC"], said, strict=True):
+            assert f"has an optimizer {kind}'" in message
+            assert "make it behind the pipeline, for its .module" in message
+
+
 def test_a_rank_without_an_optimizer_of_the_family_is_named(two):
     found = two.run("missing")
     assert "rank 1 of the pipeline has no optimizer of this kind" in found[0][0]

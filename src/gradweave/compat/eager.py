@@ -282,6 +282,11 @@ def is_compiled_outside(module: torch.nn.Module) -> bool:
     return isinstance(module, OptimizedModule)
 
 
+def inside_of_compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The model that ``torch.compile(model)`` was given, of what it returned; any other one as it is."""
+    return module._orig_mod if is_compiled_outside(module) else module  # type: ignore[return-value]
+
+
 def without_new_function_modes(known: int) -> AbstractContextManager[Any]:
     """Context in which no mode sees torch's functions, if there are more of them than were known."""
     return torch._C.DisableTorchFunction() if other_function_modes() > known else nullcontext()

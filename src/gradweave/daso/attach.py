@@ -41,7 +41,7 @@ from gradweave.daso.scaling import LossScale
 from gradweave.daso.topology import Groups, Topology
 from gradweave.daso.transfer import chunks
 from gradweave.errors import GradweaveError, LostNodeError
-from gradweave.marks import mark_daso
+from gradweave.marks import mark_daso, mark_in_parallel
 from gradweave.optimizers import without_wrapper
 from gradweave.replicas import Averager, Lookout
 from gradweave.schedule import Timeline, save_timelines
@@ -166,6 +166,7 @@ class DASO:
         undo.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
         undo.callback(optimizer.register_step_post_hook(self._step_ended).remove)
         undo.callback(Lookout(model, self._found).close)
+        mark_in_parallel(model, "DASO", undo)
         mark_daso(optimizer, self)
         undo.callback(mark_daso, optimizer, None)
 

@@ -14,7 +14,14 @@ from gradweave.compat.distributed import ddp_parameters, is_distributed_tensor
 from gradweave.daso.topology import Topology
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused
-from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.marks import (
+    check_is_module,
+    check_not_in_pipeline,
+    is_in_compiled_step,
+    is_in_daso,
+    is_in_data_parallel,
+    trained_in_parallel_by,
+)
 from gradweave.replicas import Averager, averager_inside
 
 
@@ -28,6 +35,9 @@ def check(model: nn.Module, optimizer: Optimizer, topology: Topology, *, average
         averages: Whether DASO averages gradients inside the node, and not a wrapper.
     """
     check_is_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ArgumentError("model", "torch.jit.script", "takes no hooks; give the plain model, or script parts of it")
+    check_not_in_pipeline(model)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -42,6 +52,8 @@ def check(model: nn.Module, optimizer: Optimizer, topology: Topology, *, average
         raise ArgumentError(
             "optimizer", type(optimizer).__name__, "is in a DataParallel over all ranks; detach() that first"
         )
+    if "DataParallel" in trained_in_parallel_by(model):
+        raise ArgumentError("model", type(model).__name__, "is in a DataParallel over all ranks; detach() that first")
     if is_fused(model):
         raise ArgumentError(
             "model", type(model).__name__, "is fused: updates would come before averages; detach() that"

@@ -13,7 +13,14 @@ from gradweave.compat.eager import is_compiled
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused
 from gradweave.fusion.coupling import check_independent
-from gradweave.marks import check_is_module, is_in_compiled_step, is_in_daso, is_in_data_parallel
+from gradweave.marks import (
+    check_is_module,
+    check_not_in_pipeline,
+    is_in_compiled_step,
+    is_in_daso,
+    is_in_data_parallel,
+    trained_in_parallel_by,
+)
 from gradweave.replicas import Averager, ReplicaError
 from gradweave.split.attach import is_reordered
 
@@ -21,6 +28,7 @@ from gradweave.split.attach import is_reordered
 def check(model: nn.Module, optimizer: Optimizer) -> None:
     """Raises what a user must change."""
     check_is_module(model)
+    check_not_in_pipeline(model)
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
     if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
@@ -32,6 +40,8 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
     ):
         if is_in(optimizer):
             raise ArgumentError("optimizer", type(optimizer).__name__, what)
+    if "DASO" in trained_in_parallel_by(model):
+        raise ArgumentError("model", type(model).__name__, "has a DASO, which averages itself; detach() that first")
     if is_fused(model):
         raise ArgumentError("model", type(model).__name__, "is fused; detach() that, updates are deferred anyway")
     if is_reordered(model):
@@ -40,8 +50,9 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
         if isinstance(module, (nn.DataParallel, DistributedDataParallel)):
             raise ArgumentError("model", type(module).__name__, "averages gradients itself; give its module")
         if is_compiled(module):
+            how = "torch.jit.script" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
             raise ArgumentError(
-                "model", "torch.compile", "runs layers where they cannot be seen; give the plain model, or use DDP"
+                "model", how, "runs layers where they cannot be seen; give the plain model, or use DDP"
             )
     own = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:

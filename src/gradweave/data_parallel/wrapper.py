@@ -28,7 +28,7 @@ from gradweave.data_parallel.updates import AveragedUpdates
 from gradweave.data_parallel.watch import StepWatch
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion.hooks import StepHooks
-from gradweave.marks import DataParallelMark, mark_data_parallel
+from gradweave.marks import mark_data_parallel, mark_in_parallel
 from gradweave.optimizers import without_wrapper
 from gradweave.replicas import Lookout, agree, settings_of
 from gradweave.split.queue import WeightGradientQueue
@@ -140,7 +140,7 @@ class DataParallel(nn.Module):
         attached.callback(StepHooks(self._optimizer, self._before_step, self._after_step).remove)
         mark_data_parallel(self._optimizer, self)
         attached.callback(mark_data_parallel, self._optimizer, None)
-        attached.callback(self.module.register_load_state_dict_post_hook(DataParallelMark()).remove)
+        mark_in_parallel(self.module, "DataParallel", attached)
         self._lookout = Lookout(self.module, refuse_averager)
         attached.callback(self._lookout.close)
         self._learn()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.compat.optim import asked_by_grad_scaler
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.marks import PipelinePart, is_in_fusion, pipeline_part
+from gradweave.marks import PipelinePart, is_in_fusion, mark_layers_of, pipeline_part
 from gradweave.optim import first_order
 from gradweave.optim.apply import Target, column_of_bias, times, wide_dtype
 from gradweave.optim.begun import Begun, Other, Plain
@@ -93,6 +93,8 @@ class VectorOptimizer(Optimizer):
         self._part = _pipeline_of(model, type(self).__name__, manner, alone=alone)
         self._name = ""
         super().__init__(params, defaults)
+        if self._part is None:
+            mark_layers_of(model, self)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -124,6 +124,8 @@ def _fitting(mask: torch.Tensor | None, x: torch.Tensor, samples: int | None) ->
 
 def layout_of(module: nn.Module) -> Layout | None:
     """The layout of a layer whose forward is torch's own; None for any other module."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None  # whose forward nobody sees
     forward = type(module).forward
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
         return Layout(LINEAR, 1, module.in_features, module.out_features)

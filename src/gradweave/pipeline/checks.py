@@ -11,14 +11,19 @@ from gradweave.compat.distributed import is_distributed_tensor
 from gradweave.compat.eager import flat_leaves, is_compiled
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_fused, updated_in_forward
-from gradweave.marks import is_trained_in_parallel
+from gradweave.marks import optimizers_of_layers, trained_in_parallel_by
 from gradweave.split.attach import is_reordered
 
 
-def check_model(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The layers of a model, by name."""
+def check_model(model: nn.Sequential, ranks: int) -> list[tuple[str, nn.Module]]:
+    """The layers of a model that is to be spread over ranks, by name."""
     if not isinstance(model, nn.Sequential):
         raise ArgumentError("model", type(model).__name__, "give an nn.Sequential of the layers, in order")
+    for technique in trained_in_parallel_by(model):
+        raise ArgumentError("model", f"a model that is in a {technique}", "detach() that first")
+    for optimizer in optimizers_of_layers(model) if ranks > 1 else ():
+        remedy = f"was made for all layers, which come to {ranks} ranks; make it behind the pipeline, for its .module"
+        raise ArgumentError("model", f"a model that has an optimizer {optimizer}", remedy)
     layers = list(model.named_children())
     if len(layers) != len(model):
         raise ArgumentError("model", f"{len(model)} layers", "one is in it twice; share its weights, not the module")
@@ -28,8 +33,6 @@ def check_model(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
                 raise ArgumentError("model", f"layer {name} is compiled", "cannot be split; give the plain layer")
             if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
                 raise ArgumentError("model", type(module).__name__, "give the plain layers")
-        if is_trained_in_parallel(layer):
-            raise ArgumentError("model", f"layer {name} is in a DataParallel", "detach() that first")
         if is_reordered(layer):
             raise ArgumentError("model", f"layer {name} is reordered", "detach() that first: the schedule orders it")
     if any(is_distributed_tensor(p) for p in model.parameters()):

@@ -85,7 +85,7 @@ class Pipeline:
         try:
             settings = Settings(policy, microbatches, group, max_in_flight, byte_budget, split)
             where = None if device is None else torch.device(device)
-            layers, problem = _checked(model)
+            layers, problem = _checked(model, self._together.size)
             self.plan: Plan = agree(
                 self._together, settings, layers, costs, link,
                 device=where or device_of(layers), problem=self._together.problem or problem,
@@ -329,9 +329,9 @@ class Pipeline:
             self._is_trying = False
 
 
-def _checked(model: Any) -> tuple[list[tuple[str, nn.Module]], GradweaveError | None]:
+def _checked(model: Any, ranks: int) -> tuple[list[tuple[str, nn.Module]], GradweaveError | None]:
     """A model's layers, or what is wrong with them: for the other ranks to hear of it."""
     try:
-        return check_model(model), None
+        return check_model(model, ranks), None
     except GradweaveError as problem:
         return [], problem

@@ -28,7 +28,7 @@ from gradweave.compat.eager import (
 from gradweave.errors import ArgumentError
 from gradweave.fusion.attach import is_deferred_in_graph, updated_in_backward, updated_in_forward
 from gradweave.fusion.hooks import stack_depth
-from gradweave.marks import check_is_module, is_trained_in_parallel
+from gradweave.marks import check_is_module, trained_in_parallel_by
 from gradweave.module_hook import ModuleHook
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
@@ -108,7 +108,7 @@ def _check_model(model: nn.Module, policy: str) -> torch.device:
             raise ArgumentError(
                 "policy", policy, 'DDP averages all gradients before backward() returns; use policy="joint"'
             )
-    if is_trained_in_parallel(model):
+    if "DataParallel" in trained_in_parallel_by(model):
         raise ArgumentError(
             "model", type(model).__name__, "is in a DataParallel, which orders weight gradients itself; detach() that"
         )
