@@ -51,9 +51,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
             raise ArgumentError("model", type(module).__name__, "averages gradients itself; give its module")
         if is_compiled(module):
             how = "torch.jit.script" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
-            raise ArgumentError(
-                "model", how, "runs layers where they cannot be seen; give the plain model, or use DDP"
-            )
+            raise ArgumentError("model", how, "runs layers where they cannot be seen; give the plain model, or use DDP")
     own = {id(p) for p in model.parameters()}
     for group in optimizer.param_groups:
         for p in group["params"]:
