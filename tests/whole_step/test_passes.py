@@ -5,7 +5,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import gradweave
 from gradweave.compat.tracing import fake_mode, fake_of, trace_to_graph
 from gradweave.whole_step import lower, program
-from gradweave.whole_step.passes import take_out_counters, updates_at_their_gradients
+from gradweave.whole_step.passes import has_sizes_of_values, take_out_counters, updates_at_their_gradients
 from gradweave.whole_step.trace import phase_of
 from whole_step.models import Convolutional, Deep, adamw, batches, loss_fn
 from whole_step.test_recompute import peak_bytes
@@ -106,3 +106,17 @@ def test_batches_are_counted_by_a_compiled_step():
     for x, y in batches(4):
         step(x, y)
     assert model.norm.num_batches_tracked == 4
+
+
+@pytest.mark.parametrize(
+    ("pick", "is_of_values"),
+    [
+        (lambda x: x[torch.tensor([[2], [0]]), torch.tensor([1, 0])], False),
+        (lambda x: x.masked_select(x > 0), True),
+        (lambda x: x[x > 0], True),
+        (lambda x: x[(x > 0).any(1).nonzero()[:, 0]], True),
+    ],
+)
+def test_only_masks_give_sizes_that_depend_on_values(pick, is_of_values):
+    graph = make_fx(pick, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.randn(3, 4))
+    assert has_sizes_of_values(graph) is is_of_values

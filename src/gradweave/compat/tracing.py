@@ -69,10 +69,18 @@ def guards_of(mode: Any, names: list[Any]) -> Callable[[Any], bool]:
     """Whether every branch that was taken on symbols would be taken again with other values."""
     known = set(names)
     branches = [guard.expr for guard in mode.shape_env.guards if guard.expr.free_symbols <= known]
+    held: tuple[Any, ...] | None = None
 
     def hold(values: Any) -> bool:
-        bound = dict(zip(names, values, strict=True))
-        return all(bool(branch.subs(bound)) for branch in branches)
+        # Asked at each step, mostly with the numbers of the last one; substitution costs a millisecond.
+        nonlocal held
+        given = tuple(values)
+        if given == held:
+            return True
+        bound = dict(zip(names, given, strict=True))
+        holds = all(bool(branch.subs(bound)) for branch in branches)
+        held = given if holds else held
+        return holds
 
     return hold
 

@@ -50,7 +50,17 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
 
 def has_sizes_of_values(graph: GraphModule) -> bool:
     """Whether a result's size depends on the values it is computed from, so that each step has sizes of its own."""
-    return any(torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) for node in graph.graph.nodes)
+    return any(_has_size_of_values(node) for node in graph.graph.nodes)
+
+
+def _has_size_of_values(node: Node) -> bool:
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is not torch.ops.aten.index.Tensor:
+        return True
+    # Torch tags indexing as a whole; only masks pick as many elements as their values say.
+    indices = [x.meta.get("val") for x in node.args[1] if isinstance(x, Node)]  # type: ignore[union-attr]
+    return any(x is None or x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 def draws_in_update(graph: GraphModule) -> bool:
