@@ -50,6 +50,21 @@ def test_fuse(policy, fused):
     check(policy, fused=fused, steps=40 if fused == "auto" else 6)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loss_that_is_kept_up_to_the_next_forward_keeps_no_update_from_waiting(policy):
+    model = net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    attach(model, optimizer, policy, "forward")
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(3, 4)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(type(p) is not nn.Parameter for p in model.parameters())
+    assert loss.isfinite()
+
+
 def test_backward_fusion_updates_right_behind_each_weight_gradient():
     """Gradients are gone when backward returns: every update has come behind its own weight gradient."""
     model = net()

@@ -349,6 +349,31 @@ def test_hooks_that_come_later_see_what_they_see_in_stock_order():
     assert all(torch.equal(a, b) for a, b in zip([*made, *seen], [*expected, *expected_seen], strict=True))
 
 
+def test_forwards_that_have_their_backwards_one_by_one():
+    """What a backward leaves alone of the graphs that are there is added up in stock order by the next."""
+
+    def loss(model):
+        first, second = model(torch.ones(2, 6)), model(torch.full((2, 6), 0.5))
+        first.square().sum().backward()
+        third = model(torch.full((2, 6), 0.2))
+        (second.square().sum() + third.square().sum()).backward(retain_graph=True)
+        return second.sum() + model(torch.full((2, 6), 0.3)).square().sum()
+
+    assert_stock(Uses, "side_stream", loss)
+
+
+@every_policy
+def test_weights_may_be_swapped_while_a_graph_is_there(policy):
+    model = net()
+    reorder(model, policy, **({} if policy == "side_stream" else {"costs": crossing_costs(model)}))
+    loss = model(torch.ones(2, 6)).sum()
+    loss.backward()
+    weight = model[2].weight
+    torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(16, 16)))
+    assert weight.sum() == 256
+    assert loss.isfinite()
+
+
 def test_copies_made_in_the_middle_of_a_step_train_as_stock():
     model = net()
     reorder(model, "side_stream")

@@ -191,6 +191,30 @@ def is_being_traced() -> bool:
     return torch.compiler.is_compiling() or bool(torch._C._is_tracing())
 
 
+@contextmanager
+def not_traced() -> Iterator[None]:
+    """Context in which the older tracer does not see what runs."""
+    state = torch._C._get_tracing_state()
+    if state is None:
+        yield
+        return
+    set_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]
+    set_state(None)
+    try:
+        yield
+    finally:
+        set_state(state)
+
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward that is now running leaves its graph as it is, for another one."""
+
+
+def asked_by_script() -> bool:
+    """Whether it is torch.jit.script that reads the property from whose code this is called."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.jit")
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are being computed."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -120,8 +120,8 @@ class SplitCalls(TorchFunctionMode):
         Where autocast casts a weight once for several calls, these have one as well.
         """
         shared = self._shared.get(id(weight))
-        if shared is not None and shared.has(weight, bias):
-            return shared.call(weight, bias)
+        if shared is not None and shared.has(weight, bias) and (call := shared.call(weight, bias)) is not None:
+            return call
         if id(weight) not in self._layers:
             self._layers[id(weight)] = self._next
             self._next += 1

@@ -22,7 +22,7 @@ def split_linear(x: torch.Tensor, tap: Tap | Call) -> torch.Tensor:
     """As ``functional.linear``, in the input's precision, the weight gradient left in the tap."""
     weight, bias = tap.used_as(x.dtype)
     shape = x.shape
-    flattens = x.dim() > 2 and bias is not None and x.is_contiguous()
+    flattens = x.dim() > 2 and x.is_contiguous()
     if flattens:
         x = x.view(-1, shape[-1])
     result: torch.Tensor = _Linear.apply(tap.pending, x, weight, bias)  # type: ignore[no-untyped-call]
@@ -44,6 +44,8 @@ class _Linear(Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        if needs_x and torch.is_grad_enabled():
+            weight = ctx.pending.in_derivatives(weight, of_call=True)
         of_x = _linear_input(grad, x, weight) if needs_x else None
         if not (needs_weight or needs_bias):
             return None, of_x, None, None
@@ -152,13 +154,19 @@ class _Convolution(Function):
         def backward(x: torch.Tensor, weight: torch.Tensor, mask: list[bool]) -> Any:
             return aten.convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry.arguments(), mask)
 
+        if torch.is_grad_enabled():  # all at once, as torch does it: derivatives of these are computed from there
+            mask = [needs_x, needs_weight, needs_bias]
+            made = backward(x, ctx.pending.in_derivatives(weight, of_call=False), mask)
+            return (
+                None,
+                None,
+                *(gradient if needed else None for gradient, needed in zip(made, mask, strict=True)),
+                None,
+            )
         of_x = backward(x, weight, [True, False, False])[0] if needs_x else None
         if not (needs_weight or needs_bias):
             return None, None, of_x, None, None, None
         mask = [False, needs_weight, needs_bias]
-        if torch.is_grad_enabled():
-            _, of_weight, of_bias = backward(x, weight, mask)
-            return None, None, of_x, of_weight if needs_weight else None, of_bias if needs_bias else None, None
         x, made_by_model = _own(x, ctx.pending)
         compute = partial(_convolution_weight, grad, x, weight.detach(), ctx.bias_sizes, ctx.geometry, mask)
         ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute, made_by_model))

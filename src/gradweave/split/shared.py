@@ -7,15 +7,16 @@ the weight once for several uses, it adds those up in low precision first. A tap
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch.autograd import Function
 
-from gradweave.compat.eager import alias_of, current_backward, no_torch_function, stream_teller
+from gradweave.compat.eager import alias_of, current_backward, keeps_graph, no_torch_function, stream_teller
 from gradweave.split.casts import Casts, is_cast_once
 from gradweave.split.queue import Gradients, Task, WeightGradientQueue
 from gradweave.split.taps import add, in_precision
@@ -28,12 +29,12 @@ class _Cast:
     """A parameter in low precision, for all calls that autocast would give the same copy.
 
     Attributes:
-        low: The copy.
+        low: The copy; None once the tap is closed.
         calls: That use it.
     """
 
     def __init__(self, tap: SharedTap, low: torch.Tensor) -> None:
-        self.low = low
+        self.low: torch.Tensor | None = low
         self.calls = 0
         self._tap = tap  # whose number names this one
 
@@ -52,13 +53,20 @@ class SharedTap:
         self.pending = _SharedPending(layer, params, queue)
         self._casts = casts
         self._params = params
+        self._lock = threading.Lock()
+        self._made_casts: WeakSet[_Cast] = WeakSet()  # weakly: they keep this tap
         self._looks = _looks(params)
         self._index = {id(p): index for index, p in enumerate(params)}
         self._stands_for: tuple[torch.Tensor, ...] = _SharedTap.apply(self.pending, *params)  # type: ignore[no-untyped-call]
+        self.pending.tap = ref(self)
 
     def is_of(self, params: tuple[torch.Tensor, ...]) -> bool:
         """Whether these are the parameters, in the memory and the form in which they were."""
-        same = len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True))
+        same = (
+            len(params) == len(self._params)
+            and bool(self._stands_for)
+            and all(a is b for a, b in zip(params, self._params, strict=True))
+        )
         return same and _looks(params) == self._looks
 
     def has(self, *params: torch.Tensor | None) -> bool:
@@ -66,9 +74,25 @@ class SharedTap:
         indices = [self._index.get(id(p)) for p in params if p is not None]
         return all(index is not None and _look(self._params[index]) == self._looks[index] for index in indices)
 
-    def call(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
-        """For one more call of a weight and a bias."""
-        return Call(self, self._index[id(weight)], None if bias is None else self._index[id(bias)])
+    def call(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Call | None:
+        """For one more call of a weight and a bias; None if a backward has closed it."""
+        with self._lock:
+            if not self._stands_for:
+                return None
+            return Call(self, self._index[id(weight)], None if bias is None else self._index[id(bias)])
+
+    def close(self) -> None:
+        """Lets go of the parameters' memory, unless a call has its backward before it.
+
+        What is left of a graph may be kept up to the next one, by a loss that the loop prints. Weights that something
+        else refers to are not left pending, and low precision is as large as what the backward has freed.
+        """
+        with self._lock:
+            if not self.pending.expects_backward:
+                self._stands_for = ()
+                for cast in self._made_casts:
+                    cast.low = None
+                self._made_casts.clear()
 
     def in_precision(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, _Cast | None]:
         """A parameter for one more call, and what it shares with others that autocast gives the same copy."""
@@ -81,13 +105,16 @@ class SharedTap:
         key = id(self), index
         if key not in kept:
             kept[key] = _Cast(self, known.to(dtype))
+            self._made_casts.add(kept[key])
         cast: _Cast = kept[key]
         cast.calls += 1
-        return cast.low, cast
+        return cast.low, cast  # type: ignore[return-value]  # a tap is open where a call is made
 
     def whole(self, param: torch.Tensor) -> torch.Tensor:
         """A parameter for a use whose gradient is computed where autograd comes to it."""
-        call = Call(self, self._index[id(param)], None)
+        call = self.call(param, None)
+        if call is None:
+            return param
         result: torch.Tensor = _Whole.apply(call, self._stands_for[call.weight])  # type: ignore[no-untyped-call]
         return result
 
@@ -97,9 +124,10 @@ class Call:
 
     def __init__(self, tap: SharedTap, weight: int, bias: int | None) -> None:
         self.weight, self.bias = weight, bias
-        self.tasks: dict[int, Task | torch.Tensor] = {}
+        self.tasks: dict[int, list[Task | torch.Tensor]] = {}
         self._tap = tap
         self._pending = tap.pending
+        self._pending.expect(self)
         self._casts: tuple[_Cast | None, _Cast | None] = (None, None)
 
     @property
@@ -148,6 +176,20 @@ class Call:
         """Leaves a gradient of the weight that was computed already."""
         self._pending.note(self, gradient)
 
+    def in_derivatives(self, weight: torch.Tensor, *, of_call: bool) -> torch.Tensor:
+        """The weight as this call has used it, for a backward that has one of its own.
+
+        Args:
+            weight: What the call has used.
+            of_call: Whether gradients that come of it are added to the call's own first, as they are where torch has
+                transposed the weight for the call.
+        """
+        if self._casts != (None, None):
+            return weight
+        call = self if of_call else Call(self._tap, self.weight, None)
+        result: torch.Tensor = _Whole.apply(call, weight)  # type: ignore[no-untyped-call]
+        return result
+
 
 class _Arrived(NamedTuple):
     call: Call
@@ -155,11 +197,12 @@ class _Arrived(NamedTuple):
 
 
 class _SharedPending:
-    """What calls have left for one tap: the tap's node of autograd has only this, which leads to no tensor.
+    """What calls have left for one tap: the tap's node of autograd has only this, which leads to no tensor but leaves.
 
     Attributes:
         layer: The number of the first layer.
         dtypes: Of the parameters.
+        tap: The tap, while it is there.
         queue: Where tasks are left.
     """
 
@@ -167,13 +210,26 @@ class _SharedPending:
         self.layer = layer
         self.queue = queue
         self.dtypes = tuple(p.dtype for p in params)
-        self._params = tuple(ref(p) for p in params)
+        self.tap: Callable[[], SharedTap | None] = lambda: None
+        self._params = params
+        self._expected: WeakSet[Call] = WeakSet()
         self._calls: dict[int, list[ref[Call]]] = {}
+
+    def expect(self, call: Call) -> None:
+        """A call has been made whose backward is to come."""
+        self._expected.add(call)
+
+    @property
+    def expects_backward(self) -> bool:
+        """Whether a graph that is there has calls that no backward has come to, or may come to again."""
+        return len(self._expected) > 0
 
     def note(self, call: Call, left: Task | torch.Tensor) -> None:
         """Notes what a call has left in this backward; the call keeps it, and goes with its graph."""
         backward = current_backward()
-        call.tasks[backward] = left
+        if not keeps_graph():
+            self._expected.discard(call)
+        call.tasks.setdefault(backward, []).append(left)
         if backward not in self._calls:
             for failed in [
                 number for number, calls in list(self._calls.items()) if all(one() is None for one in calls)
@@ -184,8 +240,12 @@ class _SharedPending:
     def collect(self) -> list[torch.Tensor | None]:
         """The gradient of each parameter: the sum over all calls, as autograd would have added it up."""
         backward = current_backward()
+        if not keeps_graph() and (tap := self.tap()) is not None:
+            tap.close()
         calls = [call for known in self._calls.pop(backward, ()) if (call := known()) is not None]
-        arrived = [_Arrived(call, call.tasks.pop(backward)) for call in calls]
+        arrived = [_Arrived(call, call.tasks[backward].pop(0)) for call in calls]
+        for call in calls:
+            call.tasks.pop(backward, None)
         if (late := self._late(arrived)) is not None:
             return list(late[: len(self._params)])
         sums = _Sums(self.dtypes, [call for call, _ in arrived])
@@ -205,9 +265,7 @@ class _SharedPending:
             return None
         if not _is_same(call.casts() for call in calls):
             return None
-        params = [known() for known in self._params]
-        if params[0] is None:
-            return None
+        params = self._params
         return self.queue.late.take(self.layer, params[0], params[1] if len(params) > 1 else None, tasks)
 
 
@@ -225,17 +283,27 @@ class _Sums:
         self._dtypes = dtypes
         self._left: dict[_Cast, int] = {}
         self._low: dict[_Cast, torch.Tensor | None] = {}
+        self._left_of_call = Counter(calls)
+        self._of_call: dict[Call, torch.Tensor | None] = {}
         for call in calls:
             for cast in call.casts():
                 if cast is not None:
                     self._left[cast] = self._left.get(cast, 0) + 1
 
     def add(self, call: Call, gradients: Gradients) -> None:
-        """Adds what the next call gives."""
+        """Adds what the next call gives, once all of it has come."""
+        self._left_of_call[call] -= 1
+        if self._left_of_call[call] > 0 or call in self._of_call:
+            of_call, of_bias = add(self._of_call.get(call), gradients[0]), gradients[1]
+            if self._left_of_call[call] > 0:
+                self._of_call[call] = of_call
+                gradients = None, of_bias
+            else:
+                gradients = of_call, of_bias
         for index, cast, gradient in zip((call.weight, call.bias), call.casts(), gradients, strict=True):
-            if index is None:
+            if index is None or (gradient is None and cast is None):
                 continue
-            made = gradient
+            made: torch.Tensor | None = gradient
             if cast is not None:
                 self._left[cast] -= 1
                 made = self._low[cast] = add(self._low.get(cast), gradient)

@@ -10,7 +10,7 @@ input gradients has come to its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -73,8 +73,8 @@ class Pending:
         self.layer = layer
         self.calls = 0
         self.dtypes: Precisions = weight.dtype, None if bias is None else bias.dtype
-        self._weight = ref(weight)  # weakly: autograd leads from there to here
-        self._bias = None if bias is None else ref(bias)
+        self._weight = _reference(weight)
+        self._bias = None if bias is None else _reference(bias)
         self._queue = queue
         self._tasks: dict[int, list[Task]] = {}
 
@@ -82,6 +82,10 @@ class Pending:
     def may_outlive(self) -> bool:
         """Whether tasks may go on past the end of their backward."""
         return self._queue.late is not None
+
+    def in_derivatives(self, weight: torch.Tensor, *, of_call: bool) -> torch.Tensor:  # noqa: ARG002
+        """The weight for a backward that has one of its own: as it is."""
+        return weight
 
     def leave(self, task: Task) -> None:
         """Leaves the weight gradient of a call; called in backward.
@@ -104,6 +108,15 @@ class Pending:
             if weight is not None and (late := self._queue.late.take(self.layer, weight, bias, tasks)) is not None:
                 return late
         return sum_of(self._queue.finish_and_take(task) for task in tasks)
+
+
+def _reference(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """A reference to a tensor: weak where autograd leads from it to here; not of a leaf, which could not be swapped."""
+    return partial(_itself, tensor) if tensor.is_leaf else ref(tensor)
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def in_precision(dtypes: Precisions, gradients: Gradients) -> Gradients:
