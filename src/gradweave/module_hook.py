@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from gradweave.compat.eager import asked_by_script
+from gradweave.errors import GradweaveError
+
 
 class ModuleHook:
     """A module's forward pre-hook that stays behind when the module is copied or saved.
@@ -21,6 +24,16 @@ class ModuleHook:
         """As torch calls it, before the module's forward, with the forward's arguments."""
         if self._callback is not None:
             self._callback(module, args, *keywords)
+
+    @property
+    def __name__(self) -> str:
+        """As functions have one, by which ``torch.jit.script`` compiles a module's hooks."""
+        if asked_by_script():
+            raise GradweaveError(
+                "torch.jit.script() of a model that is fused or reordered, or of its copy: hooks of gradweave's cannot "
+                "be scripted; detach() first, or script a model made anew with this one's state dict"
+            )
+        return type(self).__qualname__
 
     def __deepcopy__(self, _: Any) -> ModuleHook:
         return ModuleHook()

@@ -221,6 +221,37 @@ def test_a_traced_module(mode):
     assert_same(trained, expected)
 
 
+@pytest.mark.parametrize("what", ["the model", "a part of it", "a function of its weights"])
+def test_what_is_traced_in_mid_training_has_no_update_in_it(what):
+    """And sees the weights from then on, without a word to Python."""
+    made = []
+
+    def trace(i, model, optimizer, x):
+        ones = torch.ones(2, 8)
+        traced = {
+            "the model": lambda: torch.jit.trace(model, x),
+            "a part of it": lambda: torch.jit.trace(model.twice, ones, check_trace=False),  # of lines of code too
+            "a function of its weights": lambda: torch.jit.trace(lambda x: x @ model.twice.weight.data, ones),
+        }
+        if i == 4:
+            made[:] = [traced[what]()]
+            assert not any(node.kind().endswith("_") for node in made[0].inlined_graph.nodes())
+        if i < 4 or (what == "a function of its weights" and i > 4):  # which have become constants
+            return None
+        with torch.no_grad():
+            return made[0](x if what == "the model" else ones).tolist()
+
+    same(trace)
+
+
+@pytest.mark.parametrize("of", ["the model", "a copy"])
+def test_scripting_a_fused_model_is_refused_with_the_remedy(of):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with fuse(model, adamw(model), "forward"), pytest.raises(GradweaveError, match="detach"):
+        torch.jit.script(model if of == "the model" else copy.deepcopy(model))
+    torch.jit.script(model)
+
+
 @pytest.mark.parametrize("mode", ["forward", "backward", "auto"])
 @pytest.mark.parametrize("how", ["torch.compile", "in place"])
 def test_a_model_that_is_compiled_after_fuse(mode, how, caplog):

@@ -24,6 +24,7 @@ from gradweave.compat.eager import (
     is_compiled,
     is_sole_user,
     no_torch_function,
+    not_traced,
     other_function_modes,
     outside_function_transforms,
     set_version,
@@ -482,6 +483,8 @@ class ForwardEngine:
             update = self._pending.get(self._bucket_of.get(id(p), -1))
             if update is not None and type(p) is self._pending_class and not update.is_running:
                 self._resolve(update)
+                if is_being_traced():  # perhaps of a part of the model only, which is not entered
+                    self.stop(TRACED)
 
     def _resolve_gradient(self, grad: torch.Tensor) -> None:
         with self._only_one():
@@ -510,15 +513,19 @@ class ForwardEngine:
             with outside_function_transforms():
                 return self._resolve(update)
         try:
-            if update.event is None:
-                self._training_thread.run(partial(self._make_visible, update))
-            else:  # which the streams of this thread are to wait for
-                self._make_visible(update)
+            with not_traced():
+                self._see_to(update)
         finally:
             if not self._pending and self._state is not None:
                 state, self._state = self._state, None
                 if type(self.optimizer.state) is PendingState:  # or the loop has put another one in its place
                     self.optimizer.state = state
+
+    def _see_to(self, update: Update) -> None:
+        if update.event is None:
+            self._training_thread.run(partial(self._make_visible, update))
+        else:  # which the streams of this thread are to wait for
+            self._make_visible(update)
 
     def _make_visible(self, update: Update) -> None:
         params = update.bucket.params
