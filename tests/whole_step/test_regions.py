@@ -12,6 +12,7 @@ from gradweave.schedule.tasks import Demand, Kind
 from gradweave.whole_step import lower, regions
 from gradweave.whole_step.regions import upper_layers
 from gradweave.whole_step.tasks import Place
+from played_streams import Races, as_if_on_a_gpu
 from whole_step.models import adamw, batches, loss_fn, make
 
 HALF = Demand(0.5, 0.5)
@@ -131,6 +132,23 @@ def test_a_scaled_loss_leaves_nothing_to_run_beside(monkeypatch):
     expected, _, _ = train("small", monkeypatch, lower="replay", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     assert made is None
+
+
+def test_both_streams_begin_behind_what_comes_first_and_the_step_ends_behind_both(monkeypatch):
+    """With streams that are played on the CPU."""
+    parts = regions.cut(two_layers("apart"), 1)
+    upper, lower, x = (nn.Parameter(torch.full((4,), float(size)), requires_grad=False) for size in (1, 2, 3))
+    races = Races(monkeypatch)
+    with races:
+        step = regions.OnTwoStreams(parts, [upper, lower, x], lambda graph, _: graph)
+        for _ in range(2):
+            with as_if_on_a_gpu():
+                (below,) = step(upper, lower, x + 0)
+            total = below + upper + lower
+    assert races.found == []
+    _, on_side = races.streams.values()
+    assert on_side == 4
+    assert total.tolist() == [-21.0] * 4
 
 
 def test_costs_decide():

@@ -1,0 +1,72 @@
+"""What fusion puts on a second stream, and who waits for it: with streams that are played on the CPU."""
+
+from contextlib import ExitStack, nullcontext
+
+import pytest
+import torch
+from torch import optim
+
+from fusion.loops import assert_same, batches, loss_of, make_net
+from gradweave.fusion import fuse
+from gradweave.fusion.forward import ForwardEngine
+from played_streams import Races, run_as_if_on_a_gpu
+
+
+@pytest.fixture
+def races(monkeypatch):
+    """Updates are seen, too."""
+    monkeypatch.setattr("gradweave.fusion.forward.without_dispatch_modes", nullcontext)
+    run_as_if_on_a_gpu(monkeypatch, ForwardEngine, "_launch", "_make_visible")
+    return Races(monkeypatch)
+
+
+def train(fused=lambda *_: nullcontext(), before_forward=lambda model: None, before_step=lambda: None):
+    """Stock, or in the context that is made for a model and its optimizer."""
+    model = make_net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    with fused(model, optimizer):
+        for x, y in batches(4):
+            before_forward(model)
+            loss_of(model, x, y).backward()
+            before_step()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+def forward_fused(races):
+    """As if on a GPU, where updates are launched and waited for."""
+
+    def fused(model, optimizer):
+        fusion = fuse(model, optimizer, "forward")
+        stack = ExitStack()
+        for context in (races, fusion):
+            stack.enter_context(context)
+        return stack
+
+    return fused
+
+
+def test_updates_run_on_a_second_stream_behind_gradients_and_in_front_of_uses(races):
+    expected = train()
+    assert_same(train(forward_fused(races)), expected)
+    assert races.found == []
+    _, on_side = races.streams.values()
+    assert on_side > 50
+
+
+def test_weights_that_another_stream_has_asked_for_first(races):
+    """The stream that goes on training waits with the one that asked."""
+    other = torch.cuda.Stream()
+
+    def look(model):
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            model.head.weight + model.inner.weight.sum()
+
+    def wait():
+        torch.cuda.current_stream().wait_stream(other)
+
+    train(forward_fused(races), look, wait)
+    assert races.found == []
+    assert races.streams[other] > 4
