@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from daso_variants import WAYS
 from namespaces import Link
+from tables import append, read
 
-from fusion import append, read
 from gradweave import schedule
 from gradweave.compare.run import environment
 from gradweave.schedule import network

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from namespaces import Link
+from tables import append, read
 
-from fusion import append, read
 from gradweave.compare.run import environment
 from gradweave.compare.statistics import paired_ratio, percentiles
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from eva_tasks import Block
 from step_variants import CUDA, Batch, Workload, captured, from_torchvision, images, loss_of, stock_step, tokens
+from tables import append, read
 from torch import nn
 from torch.optim import Optimizer
 from turns import AGAIN, Child, ready_ones, serve, take_turns
 
 import gradweave
-from fusion import append, read
 from gradweave.compare.run import environment
 from gradweave.compare.statistics import percentiles
 from gradweave.optim import Eva, EvaF

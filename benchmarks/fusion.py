@@ -10,7 +10,6 @@ Cases that the results already hold are left out, so that a table can be filled 
 from __future__ import annotations
 
 import argparse
-import csv
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tables import append, read
 
 from gradweave.compare import find_workload
 from gradweave.compare.run import AGAIN, Comparison, compare, environment
@@ -61,11 +61,6 @@ CPU_CASES = [
     Case("models", "autoencoder", ALL, batch=64, steps=300),
     Case("models", "gpt_small", ALL, batch=8, steps=200),
 ]
-FIELDS = (
-    "case", "model", "optimizer", "batch", "dtype", "max_norm", "mode", "ms_20", "ms_50", "ms_80", "forward_ms",
-    "backward_ms", "update_ms", "speedup", "speedup_low", "speedup_high", "same_low", "same_high", "claim", "identical",
-    "largest_difference", "peak_bytes", "chosen", "gradweave", "torch", "python", "device", "date",
-)  # fmt: skip
 
 
 def rows_of(case: Case, comparison: Comparison) -> list[dict[str, object]]:
@@ -95,30 +90,6 @@ def rows_of(case: Case, comparison: Comparison) -> list[dict[str, object]]:
         }
         for result in comparison.results
     ]
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def append(path: Path, rows: list[dict[str, object]]) -> None:
-    is_new = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fields = fields_of(rows)
-    if not is_new and fields != next(csv.reader(path.open(newline="")), None):
-        raise SystemExit(f"{path} has other columns: give another file")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
-def fields_of(rows: list[dict[str, object]]) -> list[str]:
-    return [field for field in FIELDS if field in rows[0]] + [field for field in rows[0] if field not in FIELDS]
 
 
 def measure_time(path: Path, minutes: float) -> None:

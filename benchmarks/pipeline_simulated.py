@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusion import append, read
+from tables import append, read
+
 from gradweave.errors import GradweaveError
 from gradweave.pipeline.choice import Plan, Settings, choose
 from gradweave.pipeline.prediction import predict

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 from pipeline_simulated import simulate
+from tables import append, read
 
-from fusion import append, read
 from gradweave.compare.run import environment
 
 HERE = Path(__file__).parent

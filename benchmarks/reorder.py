@@ -47,11 +47,11 @@ from step_variants import (
     stock_step,
     tokens,
 )
+from tables import append, read
 from torch import nn
 from turns import AGAIN, CHECKED_STEPS, Child, ChildFailedError, ready_ones, serve, take_turns
 
 import gradweave
-from fusion import append, read
 from gradweave.compare.run import environment
 from gradweave.fusion import Fusion
 from gradweave.profile import cached_costs, measure_costs

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from stock import LEARNING_RATES, Batch, Step, make_optimizer, make_stock
 from suite_models import OURS, SUITE, TOYS, WORKLOADS, Workload
+from tables import append, read
 from turns import AGAIN, Child, ChildFailedError, ChildLateError, serve
 
 import gradweave
-from fusion import append, read
 from gradweave.compare.run import environment
 from gradweave.compare.statistics import Ratio, paired_ratio, percentiles
 

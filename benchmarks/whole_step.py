@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from step_variants import CUDA, WORKLOADS, Workload, make_variant
+from tables import append, read
 from turns import Child, ready_ones, serve, take_turns
 
-from fusion import append, draw, read
+from fusion import draw
 from gradweave.compare.run import environment
 
 BASELINE = "compile_ro"
