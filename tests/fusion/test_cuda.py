@@ -118,6 +118,28 @@ def test_updates_that_run_late_see_the_numbers_of_their_step(scaled):
     assert_same(run("forward"), run(None))
 
 
+@pytest.mark.parametrize("slow", ["main", "side"])
+def test_updates_wait_for_gradients_and_uses_for_updates(slow):
+    def run(mode):
+        model = make_net(cls=Wide).cuda()
+        optimizer = FORMS["fused"](model.parameters())
+        fusion = fuse(model, optimizer, mode) if mode else None
+        for x, y in batches(6):
+            loss = loss_of(model, x.cuda(), y.cuda())
+            if slow == "main":
+                torch.cuda._sleep(20_000_000)
+            elif fusion:
+                slow_side(fusion)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if fusion:
+            fusion.detach()
+        return model, optimizer
+
+    assert_same(run("forward"), run(None))
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("mode", MODES)
 def test_no_host_synchronisation_in_a_step(mode):

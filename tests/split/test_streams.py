@@ -4,12 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import optim
+from torch import nn, optim
 
 from gradweave.fusion import buckets, fuse
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.split.attach import reorder
 from gradweave.split.handed_on import HandedOn
+from gradweave.split.streams import Beside
 from played_streams import Races, as_if_on_a_gpu, run_as_if_on_a_gpu
 from split.test_crossing import crossing_costs, net
 
@@ -85,3 +86,39 @@ def test_gradients_that_another_stream_asks_for_first(races):
             optimizer.zero_grad()
     assert handle._crossing.crossed > 0
     assert races.found == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("slow", ["main", "side"])
+@pytest.mark.parametrize("mode", [None, "forward", "backward"])
+def test_a_stream_of_a_gpu_that_is_slow_is_waited_for(slow, mode, monkeypatch):
+    """Whichever is slow, so that what does not wait for it reads what is not there yet."""
+    start = Beside.start
+
+    def start_slowly(self, task):
+        with torch.cuda.stream(self.stream if slow == "side" else torch.cuda.current_stream()):
+            torch.cuda._sleep(2_000_000)
+        start(self, task)
+
+    monkeypatch.setattr(Beside, "start", start_slowly)
+
+    def run(woven):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))).cuda()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        if woven and mode is not None:
+            fuse(model, optimizer, mode)
+        handle = reorder(model, "side_stream") if woven else None
+        x = torch.randn(64, 256, device="cuda")
+        for _ in range(5):
+            loss = model(x).square().mean()
+            if slow == "main":
+                torch.cuda._sleep(20_000_000)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle is None or handle.most_bytes_held > 0
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(one, other) for one, other in zip(run(True), run(False), strict=True))

@@ -187,3 +187,24 @@ def test_two_streams_of_a_gpu(name, monkeypatch):
     expected, _, _ = train(name, monkeypatch, device="cuda")
     assert made is not None
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.parametrize("slow", ["first", "side", "rest"])
+def test_a_piece_that_is_slow_is_waited_for(slow, monkeypatch):
+    losses, stock, _ = train("mlp", monkeypatch, device="cuda")
+    run = regions.OnTwoStreams._run
+
+    def run_slowly(self, piece, values):
+        if piece is getattr(self._parts, slow):
+            torch.cuda._sleep(20_000_000)
+        run(self, piece, values)
+
+    monkeypatch.setattr(regions.OnTwoStreams, "_run", run_slowly)
+    made, model, (parts,) = train("mlp", monkeypatch, upper=1, device="cuda")
+    assert parts is not None
+    torch.testing.assert_close(made, losses, rtol=1e-4, atol=1e-5)
+    for one, other in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
