@@ -91,6 +91,31 @@ def test_gradients_are_freed_while_backward_goes_on():
     assert most <= largest
 
 
+def test_a_model_may_be_compiled_where_gradients_are_gone():
+    """As it is for evaluation, behind a step and before the next zero_grad()."""
+
+    def run(mode):
+        torch._dynamo.reset()
+        model = make_net()
+        optimizer = adamw(model)
+        compiled = torch.compile(model, backend="aot_eager")
+        fusion = fuse(compiled, optimizer, mode) if mode else None
+        seen = []
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            loss_of(compiled, x, y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                seen.append(compiled(x))
+        if fusion:
+            fusion.detach()
+        return (model, optimizer), seen
+
+    (trained, seen), (expected, wanted) = run("backward"), run(None)
+    assert_same(trained, expected)
+    assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
+
+
 def test_updates_happen_before_step(fused):
     model, optimizer, _ = fused
     warm_up(model, optimizer)

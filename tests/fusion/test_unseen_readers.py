@@ -592,6 +592,28 @@ def test_dispatch_modes_do_not_see_updates():
     assert Counting.seen == 0
 
 
+def test_a_step_inside_of_a_mode_is_seen_by_it():
+    """As by the one that keeps what a graph has saved, when it is written to."""
+
+    def run(mode):
+        model = make_net()
+        optimizer = optim.SGD(model.parameters(), 0.1)
+        fusion = fuse(model, optimizer, mode) if mode else None
+        for x, y in batches(6):
+            with torch.autograd.graph.allow_mutation_on_saved_tensors():
+                before, later = loss_of(model, x, y), loss_of(model, 2 * x, y)
+                for loss in (before, later):
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    assert not pending(model)
+        if fusion:
+            fusion.detach()
+        return model, optimizer
+
+    assert_same(run("forward"), run(None))
+
+
 def test_exporting_a_model():
     def export(i, model, optimizer, x):
         if i != 5:

@@ -349,6 +349,19 @@ def test_hooks_that_come_later_see_what_they_see_in_stock_order():
     assert all(torch.equal(a, b) for a, b in zip([*made, *seen], [*expected, *expected_seen], strict=True))
 
 
+def test_function_transforms_of_the_model_run_stock():
+    model, x = net(), torch.ones(2, 6)
+    transforms = {
+        "jvp": lambda: torch.func.jvp(model, (x,), (x,))[1],
+        "jacobian": lambda: torch.func.jacrev(model)(x),
+        "vmap": lambda: torch.func.vmap(model)(x),
+    }
+    expected = {name: transform() for name, transform in transforms.items()}
+    with reorder(model, "side_stream"):
+        for name, transform in transforms.items():
+            assert torch.equal(transform(), expected[name]), name
+
+
 def test_forwards_that_have_their_backwards_one_by_one():
     """What a backward leaves alone of the graphs that are there is added up in stock order by the next."""
 

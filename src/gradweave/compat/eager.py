@@ -210,6 +210,11 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 """Whether the backward that is now running leaves its graph as it is, for another one."""
 
 
+def asked_for_fake_tensor() -> bool:
+    """Whether torch calls the method from whose code this is called to make a tensor without data of another one."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch._subclasses.meta_utils"
+
+
 def asked_by_script() -> bool:
     """Whether it is torch.jit.script that reads the property from whose code this is called."""
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.jit")

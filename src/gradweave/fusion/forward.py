@@ -19,9 +19,11 @@ from gradweave.announce import announce
 from gradweave.compat.dynamo import call_before_compiling, not_compiling, stop_calling_before_compiling
 from gradweave.compat.eager import (
     flat_leaves,
+    function_modes,
     in_function_transform,
     is_being_traced,
     is_compiled,
+    is_device_mode,
     is_sole_user,
     no_torch_function,
     not_traced,
@@ -29,6 +31,7 @@ from gradweave.compat.eager import (
     outside_function_transforms,
     set_version,
     version_of,
+    watchers,
     without_dispatch_modes,
     without_new_function_modes,
 )
@@ -273,6 +276,7 @@ class ForwardEngine:
             self.stopped
             or not is_last
             or _autocasting(params)
+            or _is_watched()
             or self._groups_changed()
             or (_capturing() and not self.in_graph)
             or not (begins_whole(self.optimizer) or can_be_frozen(self.optimizer))
@@ -642,6 +646,13 @@ def _about_to_compile(engine: ref[ForwardEngine], *_: Any) -> None:
 
 def _of_odd_class(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
+
+
+def _is_watched() -> bool:
+    """Whether a step is inside of a mode that sees what it does, and might do something about it."""
+    if watchers() == 0 and other_function_modes() == 0:
+        return False
+    return watchers() > 0 or not all(map(is_device_mode, function_modes()))
 
 
 def _autocasting(params: list[nn.Parameter]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradweave.compat.eager import disabled_torch_function, metadata_guard
+from gradweave.compat.eager import asked_for_fake_tensor, disabled_torch_function, metadata_guard
 from gradweave.errors import GradweaveError
 
 _CLEARING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
@@ -68,7 +68,9 @@ class GradientGuard(torch.Tensor):
         raise self._on_use("storage()")
 
     def untyped_storage(self) -> Any:
-        """Raises, likewise."""
+        """Raises, likewise, unless it is for a tensor without data that stands for this one while code is compiled."""
+        if asked_for_fake_tensor():
+            return super().untyped_storage()
         raise self._on_use("untyped_storage()")
 
     def is_shared(self) -> Any:

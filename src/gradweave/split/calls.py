@@ -90,7 +90,9 @@ class SplitCalls(TorchFunctionMode):
         own = {
             number: pair for number, pair in (first or {}).items() if number not in in_order and pair[0].requires_grad
         }
-        self._shared = taps.of(own) if torch.is_grad_enabled() and not is_being_traced() else {}
+        # A function transform runs stock, and would want to transform the taps.
+        may_tap = torch.is_grad_enabled() and not is_being_traced() and not in_function_transform()
+        self._shared = taps.of(own) if may_tap else {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
