@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 DEMO := build/demo
 SIMULATE := $(BIN)/gradweave simulate
 
-.PHONY: demo test lint pictures clean
+.PHONY: demo test lint pictures figures clean
 
 # The main job, at a size that ends within two minutes, and the schedules.
 demo: $(VENV)/ready
@@ -30,6 +30,10 @@ pictures: $(VENV)/ready
 	$(SIMULATE) single --policy in_order,cross_step --network mobilenet_v3_large --steps 1 --out docs/images/single.png
 	$(SIMULATE) data-parallel --policy ddp,reverse_first_k --bucket-bytes 0 --steps 2 --out docs/images/data-parallel.png
 	$(SIMULATE) daso --wait 2 --steps 8 --out docs/images/daso.png
+
+# The tables of README, docs and benchmarks/README.md, from benchmarks/results.
+figures:
+	$(PYTHON) benchmarks/figures.py
 
 $(VENV)/ready: pyproject.toml constraints.txt tools/make_env.sh
 	tools/make_env.sh $(PYTHON) $(VENV)
