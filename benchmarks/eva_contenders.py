@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.optim import FOOF, KFAC, Eva, EvaF, EvaS, Shampoo
+from gradweave.optim import Eva, EvaF, EvaS
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,6 @@ def _on_gpu(model: nn.Module) -> bool:
     return next(model.parameters()).is_cuda
 
 
-def _dense(cls: type[Any]) -> Callable[[nn.Module, float, int], list[Optimizer]]:
-    return lambda model, lr, interval: [cls(model, lr=lr, refresh=interval)]
-
-
 def contenders(task: str) -> dict[str, Contender]:
     """Who takes part in a task, with weight decay as is usual for SGD and AdamW; Nesterov's momentum where it helps."""
     decay = {"autoencoder": 0.0, "cifar": 5e-4, "text": 0.0}[task]
@@ -61,7 +57,6 @@ def contenders(task: str) -> dict[str, Contender]:
     ours = {"weight_decay": 0.0 if task == "autoencoder" else 0.05}
     rates = (0.02, 0.05, 0.1, 0.2)
     sgd_rates = (0.03, 0.1, 0.3, 0.8) if task == "cifar" else (0.05, 0.2, 0.6, 1.5)
-    dense = (1, 50)
     everyone = {
         "sgd": Contender(
             lambda m, lr, _: [
@@ -78,9 +73,6 @@ def contenders(task: str) -> dict[str, Contender]:
             (5e-4, 1e-3, 2e-3, 5e-3),
         ),
         "muon": Contender(_muon, (0.005, 0.01, 0.02, 0.05), captured=False),
-        "shampoo": Contender(_dense(Shampoo), (0.1, 0.3, 1.0, 3.0), dense, captured=False),
-        "kfac": Contender(_dense(KFAC), (0.03, 0.1, 0.3, 1.0), dense, captured=False),
-        "foof": Contender(_dense(FOOF), (0.1, 0.3, 1.0, 3.0), captured=False),
         "eva reference": Contender(_family(Eva, reference=True, weight_decay=decay), (0.03, 0.1, 0.3, 1.0)),
         "eva": Contender(_family(Eva, **ours), rates),
         "eva-f": Contender(_family(EvaF, **ours), rates),
@@ -88,7 +80,7 @@ def contenders(task: str) -> dict[str, Contender]:
     }
     wanted = {
         "autoencoder": ("eva", "eva-f", "eva-s", *everyone),
-        "cifar": ("sgd", "eva-f", "eva", "kfac", "adamw", "eva reference"),
+        "cifar": ("sgd", "eva-f", "eva", "adamw", "eva reference"),
         "text": ("adamw", "eva-f", "eva", "muon", "eva-s"),
     }[task]
     return {name: everyone[name] for name in wanted}

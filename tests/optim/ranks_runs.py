@@ -6,7 +6,7 @@ from torch import nn
 
 from gradweave import compile as compile_step
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.optim import KFAC, Eva, EvaF
+from gradweave.optim import Eva, EvaF
 from gradweave.replicas import ReplicaError
 from optim.models import loss_of, make_mlp, rows, train, weights
 from ranks import agree_and_leave
@@ -36,7 +36,7 @@ def raised(kind, do):
 
 def any_order(rank, made_before):
     """Made before the ranks were, before the wrapper, from what is inside of it, and from the wrapper."""
-    for cls in [*CAPTURED, KFAC]:
+    for cls in CAPTURED:
         ends = []
         for order in ("before the ranks", "before the wrapper", "of the module", "of the wrapper", "named"):
             if order == "before the ranks":
@@ -189,7 +189,7 @@ def lent(rank):
 
 def run_all(rank, store):
     made_before = {}
-    for cls in [*CAPTURED, KFAC]:
+    for cls in CAPTURED:
         model = make_mlp()
         made_before[cls] = model, cls(model, lr=0.02)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

@@ -3,7 +3,7 @@
 import pytest
 
 from gradweave.errors import ArgumentError
-from gradweave.optim import KFAC, Eva, EvaF
+from gradweave.optim import Eva, EvaF
 from optim.models import loss_of, make_mlp, rows
 from ranks import run_ranks
 
@@ -18,7 +18,7 @@ def test_two_ranks(tmp_path):
     run_ranks(WORKER, tmp_path / "store")
 
 
-@pytest.mark.parametrize("cls", [Eva, EvaF, KFAC])
+@pytest.mark.parametrize("cls", [Eva, EvaF])
 def test_groups_that_are_none(cls):
     with pytest.raises(ArgumentError, match=r"process_group='world'.*leave it out"):
         cls(make_mlp(), process_group="world")

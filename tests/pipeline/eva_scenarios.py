@@ -56,8 +56,6 @@ def refused_rules():
         lambda: optim.Eva(pipe.module, faithful=True),
         lambda: optim.EvaF(pipe.module, reference=True),
         lambda: optim.EvaS(pipe.module, faithful=True),
-        lambda: optim.KFAC(pipe.module),
-        lambda: optim.Shampoo(pipe.module),
     ):
         try:
             make_one()
@@ -72,7 +70,7 @@ def refused_rules():
 def made_before():
     """What is said where an optimizer was made for the whole model, and once that is gone."""
     model, said = make("linears"), []
-    for make_one in (optim.Eva, optim.EvaF, optim.EvaS, optim.KFAC):
+    for make_one in (optim.Eva, optim.EvaF, optim.EvaS):
         optimizer = make_one(model)
         try:
             Pipeline(model, loss_fn, microbatches=4, policy="fast_forward", timeout=20)

@@ -1,10 +1,8 @@
-"""Second-order optimizers at first-order cost, and the dense ones they are measured against."""
+"""Second-order optimizers at first-order cost."""
 
 from __future__ import annotations
 
 from gradweave.optim.eva import Eva, EvaF
 from gradweave.optim.eva_s import EvaS
-from gradweave.optim.kfac import FOOF, KFAC
-from gradweave.optim.shampoo import Shampoo
 
-__all__ = ["FOOF", "KFAC", "Eva", "EvaF", "EvaS", "Shampoo"]
+__all__ = ["Eva", "EvaF", "EvaS"]

@@ -1,4 +1,4 @@
-"""Vectors and moments of data-parallel ranks: one flat all-reduce when they are used."""
+"""Vectors of data-parallel ranks: one flat all-reduce when they are used."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ import torch.distributed as dist
 
 
 def average_records(records: list[torch.Tensor], process_group: Any) -> None:
-    """Averages records over ranks, in place.
+    """Averages records over ranks, in place, in one flat message.
 
     An average and not a sum: output vectors are then what the averaged gradients belong to, and
     input vectors, being divided by the average number of places, are right for unequal batches too.
     """
     if not records or dist.get_world_size(process_group) == 1:
         return
-    add_up(records, process_group, average=True)
-
-
-def add_up(tensors: list[torch.Tensor], process_group: Any, *, average: bool = False) -> None:
-    """Sums tensors over ranks in one flat message, or averages them, in place."""
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = torch.cat([record.flatten() for record in records])
     dist.all_reduce(flat, group=process_group)
-    if average:
-        flat /= dist.get_world_size(process_group)
-    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    flat /= dist.get_world_size(process_group)
+    for record, part in zip(records, flat.split([record.numel() for record in records]), strict=True):
+        record.copy_(part.view(record.shape))

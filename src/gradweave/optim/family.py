@@ -85,12 +85,10 @@ class VectorOptimizer(Optimizer):
     ranks: Ranks | None = None
     """Over which ranks what backward has caught is averaged; None where gradients hold all that a step needs."""
 
-    def __init__(
-        self, model: nn.Module, params: Iterable[Any], defaults: dict[str, Any], manner: Manner, *, alone: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, params: Iterable[Any], defaults: dict[str, Any], manner: Manner) -> None:
         check_hyperparameters(defaults)
         self.manner = manner
-        self._part = _pipeline_of(model, type(self).__name__, manner, alone=alone)
+        self._part = _pipeline_of(model, type(self).__name__, manner)
         self._name = ""
         super().__init__(params, defaults)
         if self._part is None:
@@ -379,19 +377,18 @@ class VectorOptimizer(Optimizer):
         return 1.0 if scale is None else scale.reshape(()).to(device).double().reciprocal().float()
 
 
-def _pipeline_of(model: nn.Module, of: str, manner: Manner, *, alone: bool) -> PipelinePart | None:
+def _pipeline_of(model: nn.Module, of: str, manner: Manner) -> PipelinePart | None:
     """The pipeline of several ranks that a model is in.
 
     Args:
         model: The model.
         of: The optimizer's class.
         manner: Its rules.
-        alone: Whether it is not made for more than one rank.
     """
     part = pipeline_part(model)
     if part is None or part.ranks == 1:
         return None
-    if alone or manner.trust not in LOCAL_TRUSTS:
+    if manner.trust not in LOCAL_TRUSTS:
         raise ArgumentError(
             "model",
             "part of a Pipeline",
