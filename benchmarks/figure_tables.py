@@ -2,137 +2,34 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from claims import CLAIMS, RECORDS, Claim
-from figures import Results, Row, geometric_mean, interval, span, table
-
-NONE = "\N{EN DASH}"
-
-# --- the suite
-
-SUITE, START = "suite-h200.csv", "suite-start-h200.csv"
-AGAIN = " (again)"
-NOTES = {
-    ("llama-12x768-4x1024", "b35c14d"): (
-        "Measured before integers that index were kept from having sizes of their own (commit d6cf541), which broke "
-        "its graph up; not measured again yet"
-    ),
-}
-"""What is known of a model's row as of a commit; it goes when the row is measured again."""
-
-
-def suite_models() -> list[str]:
-    """Read the names of the suite's models from its source, which needs packages that are not everywhere."""
-    source = ast.parse(Path(__file__).with_name("suite_models.py").read_text())
-    lists = [node.value for node in source.body if isinstance(node, ast.Assign) and _names(node) == ["_SUITE"]]
-    return [call.args[0].value for call in lists[0].elts]  # type: ignore[attr-defined]
-
-
-def _names(node: ast.Assign) -> list[str]:
-    return [target.id for target in node.targets if isinstance(target, ast.Name)]
-
-
-def measured(results: Results) -> dict[str, dict[str, Row]]:
-    """Read the suite: rows by model and variant, of the models that have been measured."""
-    rows: dict[str, dict[str, Row]] = {}
-    for row in results.rows(SUITE):
-        rows.setdefault(row["model"], {})[row["variant"]] = row
-    return rows
-
-
-def suite_ratios(results: Results, variant: str) -> dict[str, float]:
-    """Read how many times as fast as the best stock step a variant is, by model."""
-    ratios = {model: rows[variant]["ratio"] for model, rows in measured(results).items() if variant in rows}
-    return {model: float(ratio) for model, ratio in ratios.items() if ratio}
-
-
-def suite_table(results: Results) -> str:
-    known = measured(results)
-    notes: list[str] = []
-    rows = [_suite_row(model, known.get(model), notes) for model in suite_models()]
-    header = (
-        "model", "best stock step", "ms", "the same again", "`compile()`, ms", "times as fast",
-        "eager stock, `fuse()`", "peak MiB allocated", "reserved", "loss within", "",
-    )  # fmt: skip
-    ratios = suite_ratios(results, "gradweave.compile")
-    noted = {model for model, rows in known.items() if _note(model, rows)}
-    text = f"\nGeometric mean of `compile()`: **{geometric_mean(list(ratios.values())):.3f}** ({_of_suite(ratios)})"
-    others = [ratio for model, ratio in ratios.items() if model not in noted]
-    if noted:
-        text += f"; {geometric_mean(others):.3f} ({len(others)}) without the row{'s' * (len(noted) > 1)} with a note"
-    text += f". Our steps range from {span(ratios.values(), 3)}.\n"
-    lines = "".join(f"{number}. {note}.\n" for number, note in enumerate(notes, 1))
-    return table(header, rows) + text + (f"\n{lines}" if lines else "")
-
-
-def _of_suite(ratios: dict[str, float]) -> str:
-    return f"{len(ratios)} of {len(suite_models())} models"
-
-
-def _note(model: str, rows: dict[str, Row]) -> str:
-    return NOTES.get((model, rows["gradweave.compile"]["commit"]), "")
-
-
-def _suite_row(model: str, rows: dict[str, Row] | None, notes: list[str]) -> list[str]:
-    if rows is None:
-        return [model, *[""] * 9, "not measured yet"]
-    ours = rows["gradweave.compile"]
-    best = rows[ours["stock_best"]]
-    status = "" if ours["status"] == "works" else f"{ours['status']}: {ours['reason']}"
-    if note := _note(model, rows):
-        notes.append(note)
-        status = f"note {len(notes)}"
-    eager, fuse = rows.get("eager"), rows.get("gradweave.fuse")
-    return [
-        model, f"`{best['variant']}`", f"{float(best['ms_50']):.2f}", _same_again(best, rows),
-        f"{float(ours['ms_50']):.2f}" if ours["ms_50"] else NONE,
-        interval(ours, "ratio", "ratio_low", "ratio_high") if ours["ratio"] else NONE,
-        ", ".join(f"{float(row['ratio']):.2f}" if row and row["ratio"] else NONE for row in (eager, fuse)),
-        f"{best['peak_allocated_mib']}, {ours['peak_allocated_mib']}",
-        f"{best['peak_reserved_mib']}, {ours['peak_reserved_mib']}",
-        ours["largest_loss_difference"], status,
-    ]  # fmt: skip
-
-
-def _same_again(best: Row, rows: dict[str, Row]) -> str:
-    """Write the ratio of two processes that do the same: the best stock step's, or else those that there are."""
-    again = next((row for name, row in rows.items() if name.endswith(AGAIN)), None)
-    if again is None:
-        return NONE
-    variant = again["variant"].removesuffix(AGAIN)
-    if variant == best["variant"]:
-        return interval(again, "ratio", "ratio_low", "ratio_high")
-    return f"{float(rows[variant]['ms_50']) / float(again['ms_50']):.3f} (of `{variant}`)"
-
-
-START_VARIANTS = ("eager", "compile_reduce_overhead", "compile_max_autotune", "whole", "gradweave.compile")
-COMPARED_STARTS = ("gradweave.compile", "compile_reduce_overhead")
-
-
-def start_table(results: Results) -> str:
-    warm = measured(results)
-    cold = {(row["model"], row["variant"]): row for row in results.rows(START)}
-    slower: dict[str, list[float]] = {"cold": [], "warm": []}
-    rows = []
-    for model in suite_models():
-        seconds = {}
-        for variant in START_VARIANTS:
-            row = cold.get((model, variant))
-            first = row["cold_s"] if row and row["status"] == "works" else row["status"] if row else NONE
-            seconds[variant] = first, warm.get(model, {}).get(variant, {}).get("warm_s") or NONE
-        for which, one in zip(slower, zip(*(seconds[name] for name in COMPARED_STARTS), strict=True), strict=True):
-            if all(text[0].isdigit() for text in one):
-                slower[which].append(float(one[0]) / float(one[1]))
-        rows.append([model, *(NONE if pair == (NONE, NONE) else ", ".join(pair) for pair in seconds.values())])
-    header = ["seconds, cold and warm", *(f"`{name.removeprefix('gradweave.')}`" for name in START_VARIANTS)]
-    words = " and ".join(f"{span(ratios, 1)} times ({which})" for which, ratios in slower.items())
-    return table(header, rows) + f"\n`compile()` takes {words} the seconds of `reduce-overhead`.\n"
-
-
-# --- claims
+from figure_eva import best_figures, convergence_table, cost_span, eva_cost_table
+from figure_ranks import (
+    data_parallel_table,
+    link_span,
+    pipeline_emulated_table,
+    pipeline_real_table,
+    pipeline_simulated_table,
+    pipeline_span,
+    race_gain,
+    race_table,
+)
+from figure_steps import (
+    fusion_on_cpu,
+    fusion_span,
+    fusion_table,
+    gradients_saved,
+    reorder_compile_span,
+    reorder_compile_table,
+    reorder_span,
+    reorder_table,
+    whole_step_table,
+)
+from figure_suite import compile_span, start_table, suite_table
+from figures import Results, table
 
 
 def claims_table(results: Results) -> str:
@@ -165,37 +62,75 @@ def _commits(claim: Claim, results: Results) -> str:
     return ", ".join(measured_at) if measured_at else f"with {claim.commit}"
 
 
-# --- compile()
+def techniques_table(results: Results) -> str:
+    """Write what each technique gives against the best stock, over all that was measured."""
+    rows = [
+        (
+            "[`compile()`](docs/compile.md)", "fastest of torch's own steps, model *and* loss compiled, in CUDA graphs",
+            compile_span(results), "the fastest step in one call, with your loop's optimizer, scheduler and clipping",
+        ),
+        (
+            "[`fuse()`](docs/fusion.md)", "eager, `fused=True`",
+            f"`auto` {fusion_span(results, 'auto')}, `forward` {fusion_span(results, 'forward')}, `backward` "
+            f"{fusion_span(results, 'backward')} on a GPU: no gain in time; `forward` {fusion_on_cpu(results)} on two "
+            "CPU cores (an MLP)",
+            f"memory: `backward` saves {gradients_saved(results)} of the gradients of a 1.5-billion-parameter GPT",
+        ),
+        (
+            "[`reorder()`](docs/reorder.md)", "the stock step in one CUDA graph, eager kernels",
+            f"{reorder_span(results)}; inside of `compile()` {reorder_compile_span(results)}",
+            "captured steps of small kernels; a compiled step is faster than any of these orders by itself",
+        ),
+        (
+            "[`DataParallel`](docs/data-parallel.md)", "DDP, over Gloo",
+            f"{link_span(results, 'speedup')} over 25 MB messages, {link_span(results, 'over_ddp_small')} over 4 MiB",
+            "links on which gradients take longer than 0.7 of the computation; no gain has been shown on GPUs",
+        ),
+        (
+            "[`Pipeline`](docs/pipeline.md)", "torch's schedules, over Gloo",
+            f"`modulo` {pipeline_span(results, 'gpipe')} over GPipe, "
+            f"{pipeline_span(results, 'interleaved_zero_bubble')} over interleaved zero bubble",
+            "bounds of memory, uneven layers, slow links: `auto` takes whichever is best, torch's included",
+        ),
+        (
+            "[`DASO`](docs/daso.md)", "time to one accuracy (MNIST), two nodes, a slow link",
+            f"{race_gain(results, 'ddp')} over float32 DDP, {race_gain(results, 'ddp_bf16')} over DDP with the bf16 "
+            f"hook, {race_gain(results, 'hierarchical')} over torch's hierarchical averager",
+            "networks between nodes that cost a large part of a step; nothing on one node",
+        ),
+        (
+            "[`Eva`, `EvaF`](docs/eva.md)", "captured step of fused AdamW; best test figures",
+            f"step time {cost_span(results, 'times_adamw')} of AdamW's; error of the autoencoder "
+            f"{best_figures(results, 'autoencoder', ('eva', 'muon', 'adamw'))}; loss of a small GPT "
+            f"{best_figures(results, 'text', ('eva', 'muon', 'adamw'))}; accuracy on CIFAR-10 "
+            f"{best_figures(results, 'cifar', ('eva', 'sgd', 'adamw'))}",
+            "fewer steps to the same loss at first-order cost; level with SGD on CIFAR-10",
+        ),
+    ]  # fmt: skip
+    return table(("technique", "against", "times as fast, range", "what it is for"), rows)
 
-CASES = {
-    "gpt2-2x1024": "GPT-2 (163M), 2 x 1024, AdamW",
-    "gpt2-8x1024": "the same, 8 x 1024",
-    "mobilenet_v2-32": "MobileNetV2, batch 32, AdamW",
-    "resnet50-32": "ResNet-50, batch 32, SGD",
-}
-
-
-def whole_step_table(results: Results) -> str:
-    rows = []
-    for case, name in CASES.items():
-        ms = {row["mode"]: float(row["ms_50"]) for row in results.rows("whole-step-h200.csv", case=case)}
-        floors = results.row("whole-step-h200.csv", case=case, mode="step")
-        jax = f"{ms['jax']:.2f}" if "jax" in ms else NONE
-        rows.append([
-            name, jax, f"{ms['step']:.2f}", f"{ms['jax'] / ms['step']:.2f}" if "jax" in ms else NONE,
-            f"{ms['step_clip']:.2f}", f"{float(floors['flops_floor_ms']):.2f}, {float(floors['update_floor_ms']):.2f}",
-        ])  # fmt: skip
-    return table(
-        ("ms", "JAX", "`compile()`", "times as fast as JAX", "with clipping", "floor: arithmetic, update"), rows
-    )
-
-
-# --- which page has which table
 
 TABLES: dict[str, Callable[[Results], str]] = {
+    "techniques": techniques_table,
     "claims": claims_table,
     "records": records_table,
     "suite": suite_table,
     "suite-start": start_table,
     "whole-step": whole_step_table,
+    "fusion": fusion_table,
+    "reorder": reorder_table,
+    "reorder-compile": reorder_compile_table,
+    "data-parallel-resnet50": data_parallel_table("waiting resnet50, 2 ranks"),
+    "data-parallel-uniform": data_parallel_table("waiting uniform, 2 ranks"),
+    "data-parallel-4-ranks": data_parallel_table("waiting resnet50, 4 ranks"),
+    "data-parallel-gpt": data_parallel_table("gpt, 2 ranks, real compute"),
+    "data-parallel-resnet18": data_parallel_table("resnet18, 2 ranks, real compute"),
+    "pipeline-emulated": pipeline_emulated_table,
+    "pipeline-real": pipeline_real_table,
+    "pipeline-simulated": pipeline_simulated_table,
+    "daso-race": race_table,
+    "eva-autoencoder": convergence_table("autoencoder"),
+    "eva-text": convergence_table("text"),
+    "eva-cifar": convergence_table("cifar"),
+    "eva-cost": eva_cost_table,
 }

@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+NONE = "\N{EN DASH}"
 Row = Mapping[str, str]
 Tables = Mapping[str, Callable[["Results"], str]]
 

@@ -1,0 +1,108 @@
+"""Tables of ``Eva`` and its kin: what they reach, and what a step costs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+
+from figures import Results, Row, interval, span, table
+
+OPTIMIZERS = {
+    "eva": "`Eva`", "eva-f": "`EvaF`", "eva-s": "`EvaS`", "muon": "Muon", "adamw": "AdamW",
+    "eva reference": "`Eva(reference=True)`",
+}  # fmt: skip
+TASKS = {"autoencoder": "SGD with momentum", "text": "SGD", "cifar": "SGD with Nesterov's momentum"}
+Finals = dict[int, list[float]]
+
+
+def finals(results: Results, task: str) -> dict[str, tuple[str, str, Finals]]:
+    """Read the last test figures of each optimizer, by length, at the rate that went on to three seeds.
+
+    Where two rates did, the better one's.
+    """
+    runs: dict[tuple[str, str, str], Finals] = {}
+    for row in results.rows(f"eva-{task}-h200.csv"):
+        if row["step"] == row["length"]:
+            lengths = runs.setdefault((row["contender"], row["lr"], row["interval"]), {})
+            lengths.setdefault(int(row["length"]), []).append(float(row["test"]))
+    best: dict[str, tuple[str, str, Finals]] = {}
+    sign = -1 if task == "cifar" else 1
+    for (name, lr, every), lengths in runs.items():
+        if len(lengths[max(lengths)]) < 3:
+            continue
+        if name not in best or sign * _mean(lengths) < sign * _mean(best[name][2]):
+            best[name] = lr, every, lengths
+    return best
+
+
+def _mean(lengths: Finals) -> float:
+    return statistics.mean(lengths[max(lengths)])
+
+
+def convergence_table(task: str) -> Callable[[Results], str]:
+    def make(results: Results) -> str:
+        times = results.rows(f"eva-{task}-times-h200.csv")
+        rows, lengths = [], []
+        for name, (lr, every, own) in sorted(
+            finals(results, task).items(), key=lambda item: (-1 if task == "cifar" else 1) * _mean(item[1][2])
+        ):
+            lengths = sorted(own)
+            ms = next(float(row["ms"]) for row in times if (row["contender"], row["interval"]) == (name, every))
+            shown = {**OPTIMIZERS, "sgd": TASKS[task]}[name] + f", {lr}"
+            rows.append([shown, *(_three(own[length], task) for length in lengths), f"{ms:.3g}"])
+        return table(("optimizer, lr", *(f"{length} steps" for length in lengths), "ms of a step"), rows)
+
+    return make
+
+
+def _three(values: list[float], task: str) -> str:
+    numbers = statistics.mean(values), min(values), max(values)
+    mean, low, high = (f"{100 * n:.1f}%" if task == "cifar" else f"{n:.3f}" for n in numbers)
+    return f"{mean} [{low}, {high}]"
+
+
+def best_figures(results: Results, task: str, names: Iterable[str]) -> str:
+    """Write the best test figures of some optimizers, each with the schedule that suits it."""
+    best = finals(results, task)
+    choose = max if task == "cifar" else min
+    return ", ".join(
+        f"{OPTIMIZERS.get(name, 'SGD')} {_three(values, task).split(' ')[0]}"
+        for name in names
+        for values in [choose(best[name][2].values(), key=statistics.mean)]
+    )
+
+
+CHOICES_CASES = {"resnet50-64": "ResNet-50, batch 64", "resnet110-128": "ResNet-110 (CIFAR), batch 128",
+                 "gpt2-2x1024": "GPT-2, 2 x 1024 tokens"}  # fmt: skip
+FOUR_RUNS = "eva-cost-resnet110-four-runs-h200.csv"
+
+
+def eva_cost_table(results: Results) -> str:
+    """Write times a step of SGD, and of AdamW, by model and form."""
+    rows = []
+    for form in ("captured", "eager"):
+        for case, name in CHOICES_CASES.items():
+            found = results.rows("eva-cost-h200.csv", case=case)
+            own = {row["mode"].removeprefix(f"{form} "): row for row in found if row["mode"].startswith(form)}
+            rows.append(_cost_row(name if form == "captured" else f"{name}, eager", own))
+    for run in ("1", "2", "3", "4"):
+        own = {row["mode"].removeprefix("captured "): row for row in results.rows(FOUR_RUNS, run=run)}
+        rows.append(_cost_row(f"ResNet-110, process {run}", own))
+    header = ("", "SGD, ms", "SGD again", "fused AdamW", "`Eva`", "`EvaF`", "`Eva`, `EvaF` over AdamW")
+    return table((*header, "state over SGD's"), rows)
+
+
+def _cost_row(name: str, own: Mapping[str, Row]) -> list[str]:
+    ratios = (interval(own[mode], *TIMES_SGD) for mode in ("sgd (again)", "adamw", "eva", "eva-f"))
+    over = ", ".join(f"{float(own[mode]['times_adamw']):.3f}" for mode in ("eva", "eva-f"))
+    state = ", ".join(f"{float(own[mode]['state_times_sgd']):.3f}" for mode in ("eva", "eva-f"))
+    return [name, f"{float(own['sgd']['ms_50']):.2f}", *ratios, over, state]
+
+
+TIMES_SGD = ("times_sgd", "times_sgd_low", "times_sgd_high")
+
+
+def cost_span(results: Results, column: str) -> str:
+    """Say what a captured step of ``Eva`` or ``EvaF`` takes, over all models and processes."""
+    rows = [*results.rows("eva-cost-h200.csv"), *results.rows(FOUR_RUNS)]
+    return span(float(row[column]) for row in rows if row["mode"] in ("captured eva", "captured eva-f"))

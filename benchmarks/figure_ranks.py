@@ -1,0 +1,156 @@
+"""Tables of several ranks: ``DataParallel``, ``Pipeline``, ``DASO``."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from figures import NONE, Results, Row, span, table
+
+LINK = "data-parallel.csv"
+SETTINGS = {
+    "waiting resnet50, 2 ranks": "ResNet-50's shape, 2 ranks",
+    "waiting uniform, 2 ranks": "equal layers, 2 ranks",
+    "waiting resnet50, 4 ranks": "ResNet-50's shape, 4 ranks",
+    "gpt, 2 ranks, real compute": "GPT",
+    "resnet18, 2 ranks, real compute": "ResNet-18",
+}
+
+
+def data_parallel_table(setting: str) -> Callable[[Results], str]:
+    def make(results: Results) -> str:
+        rows = []
+        for r in dict.fromkeys(row["r"] for row in results.rows(LINK, setting=setting)):
+            own = {row["variant"]: row for row in results.rows(LINK, setting=setting, r=r)}
+            ratio = {name: f"{float(row['speedup']):.3f}" for name, row in own.items()}
+            first_k = own["reverse_first_k"]
+            rows.append([
+                r, f"{float(own['ddp']['ms_50']):.0f}", ratio["ddp_small"], ratio["no_barrier"],
+                f"{ratio['reverse_first_k']}, {first_k['k']}", f"{float(first_k['predicted_speedup']):.3f}",
+                ratio["auto"], f"{float(own['auto']['over_ddp_small']):.3f}", ratio["ddp (again)"],
+            ])  # fmt: skip
+        header = (
+            f"{SETTINGS[setting]}: r", "DDP, ms", "DDP, small messages", "no barrier", "reverse first-k, and k",
+            "simulated", "`auto`", "`auto` over DDP, small messages", "DDP again",
+        )  # fmt: skip
+        return table(header, rows)
+
+    return make
+
+
+def link_span(results: Results, column: str) -> str:
+    return span(float(row[column]) for row in results.rows(LINK, variant="auto"))
+
+
+EMULATED, REAL = "pipeline-emulated.csv", "pipeline-real.csv"
+PIPELINES = (
+    "fast_forward", "modulo", "modulo, memory of interleaved_zero_bubble", "interleaved_zero_bubble", "one_f_one_b",
+)  # fmt: skip
+PIPELINES_HEADER = (
+    "fast_forward", "modulo", "modulo, with the memory of interleaved zero bubble", "interleaved zero bubble", "1F1B",
+    "GPipe again",
+)  # fmt: skip
+STACKS = {
+    "model bert, blocks 10, width 768": "BERT-like, width 768, micro-batches of 2 x 128 tokens",
+    "model gpt, blocks 10, width 768": "GPT-like, the same (21 rounds)",
+    "model bert, blocks 10, width 256": "BERT-like, width 256, 4 x 128 tokens",
+    "model gpt, blocks 10, width 256": "GPT-like, the same",
+}
+
+
+def _by_setting(results: Results, name: str) -> dict[str, dict[str, Row]]:
+    found: dict[str, dict[str, Row]] = {}
+    for row in results.rows(name):
+        found.setdefault(row["setting"], {})[row["variant"]] = row
+    return found
+
+
+def pipeline_emulated_table(results: Results) -> str:
+    rows = []
+    for setting, own in _by_setting(results, EMULATED).items():
+        numbers = dict(part.split(" ") for part in setting.split(", "))
+        cells = [
+            f"{float(own[name]['times_as_fast']):.3f} {_share(own[name])}".rstrip() if name in own else NONE
+            for name in (*PIPELINES, "gpipe (again)")
+        ]
+        rows.append([f"{numbers['ranks']}, {numbers['microbatches']}", *cells])
+    return table(("ranks, micro-batches", *PIPELINES_HEADER), rows)
+
+
+def _share(row: Row) -> str:
+    promises = row["share_of_free_link_excess"] and float(row["free_link_times_as_fast"]) > 1
+    return f"({float(row['share_of_free_link_excess']):.2f})" if promises else ""
+
+
+def pipeline_real_table(results: Results) -> str:
+    settings = _by_setting(results, REAL)
+    rows = []
+    for part, name in STACKS.items():
+        own = next(rows for setting, rows in settings.items() if part in setting)
+        cells = [
+            f"{float(own[one]['times_as_fast']):.2f} [{float(own[one]['lowest']):.2f}, "
+            f"{float(own[one]['highest']):.2f}] ({float(own[one]['predicted_times_as_fast']):.2f})"
+            for one in (*PIPELINES, "gpipe (again)")
+        ]
+        rows.append([name, *cells])
+    return table(("", *PIPELINES_HEADER), rows)
+
+
+def pipeline_span(results: Results, over: str) -> str:
+    """Say how many times as fast as another schedule modulo is, over both tables."""
+    everyone = [*_by_setting(results, EMULATED).values(), *_by_setting(results, REAL).values()]
+    return span((float(own["modulo"]["times_as_fast"]) / float(own[over]["times_as_fast"]) for own in everyone), 3)
+
+
+def pipeline_simulated_table(results: Results) -> str:
+    policies = ("fast_forward", "modulo", "interleaved_zero_bubble", "interleaved", "zbv", "one_f_one_b")
+    rows = results.rows("pipeline-simulated.csv")
+    lines = []
+    for devices, blocks, link in dict.fromkeys((row["devices"], row["blocks"], row["link"]) for row in rows):
+        own = {row["policy"]: row for row in rows if (row["devices"], row["link"]) == (devices, link)}
+        ratios = [f"{float(own[policy]['times_as_fast_as_gpipe']):.2f}" for policy in policies]
+        lines.append([f"{devices}, {blocks}", link.split(",")[0], *ratios])
+    header = ("devices, blocks", "link", "fast_forward", "modulo", "interleaved zero bubble", "interleaved", "ZBV")
+    return table((*header, "1F1B"), lines)
+
+
+WAYS = {
+    "ddp": "DDP",
+    "ddp_bf16": "DDP, bf16 hook",
+    "post_local": "post-local SGD",
+    "hierarchical": "hierarchical averager",
+    "diloco": "DiLoCo-style",
+    "daso_paper": '`DASO(mode="paper")`, one epoch of warm-up and cool-down',
+    "daso": "`DASO`",
+}
+
+
+def _race(results: Results, way: str) -> tuple[str, list[Row]]:
+    """Read a way's races at the learning rate that tuning has chosen for it, which is that of all its seeds."""
+    rows = results.rows("daso-race.csv", way=way, kind="race")
+    counts = {lr: sum(row["lr"] == lr for row in rows) for lr in dict.fromkeys(row["lr"] for row in rows)}
+    lr = max(counts, key=lambda one: counts[one])
+    return lr, [row for row in rows if row["lr"] == lr]
+
+
+def _seconds(results: Results, way: str) -> list[float]:
+    return [float(row["seconds_to_target"]) for row in _race(results, way)[1] if row["seconds_to_target"] != "nan"]
+
+
+def race_table(results: Results) -> str:
+    rows = []
+    for way, name in WAYS.items():
+        lr, runs = _race(results, way)
+        seconds = _seconds(results, way)
+        shown = f"{statistics.median(seconds):.2f} ({span(seconds)})" if seconds else ""
+        if len(seconds) < len(runs):
+            shown = f"reached by {len(seconds)} of {len(runs)}"
+        accuracy = 100 * statistics.mean(float(run["final_accuracy"]) for run in runs)
+        step = statistics.median(1e3 * float(run["seconds"]) / float(run["steps"]) for run in runs)
+        rows.append([name, lr, shown, f"{accuracy:.2f}%", f"{step:.1f}"])
+    header = ("way", "learning rate", "seconds to 97.5%, median (range)", "accuracy after six epochs, mean")
+    return table((*header, "milliseconds per step"), rows)
+
+
+def race_gain(results: Results, over: str) -> str:
+    return f"{statistics.median(_seconds(results, over)) / statistics.median(_seconds(results, 'daso')):.2f}"

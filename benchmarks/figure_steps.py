@@ -1,0 +1,113 @@
+"""Tables of steps on one GPU: ``compile()``, ``fuse()``, ``reorder()``."""
+
+from __future__ import annotations
+
+from figures import NONE, Results, interval, span, table
+
+RATIO = ("speedup", "speedup_low", "speedup_high")
+CASES = {
+    "gpt2-2x1024": "GPT-2 (163M), 2 x 1024, AdamW",
+    "gpt2-8x1024": "the same, 8 x 1024",
+    "mobilenet_v2-32": "MobileNetV2, batch 32, AdamW",
+    "resnet50-32": "ResNet-50, batch 32, SGD",
+}
+
+
+def whole_step_table(results: Results) -> str:
+    rows = []
+    for case, name in CASES.items():
+        ms = {row["mode"]: float(row["ms_50"]) for row in results.rows("whole-step-h200.csv", case=case)}
+        floors = results.row("whole-step-h200.csv", case=case, mode="step")
+        jax = f"{ms['jax']:.2f}" if "jax" in ms else NONE
+        rows.append([
+            name, jax, f"{ms['step']:.2f}", f"{ms['jax'] / ms['step']:.2f}" if "jax" in ms else NONE,
+            f"{ms['step_clip']:.2f}", f"{float(floors['flops_floor_ms']):.2f}, {float(floors['update_floor_ms']):.2f}",
+        ])  # fmt: skip
+    return table(
+        ("ms", "JAX", "`compile()`", "times as fast as JAX", "with clipping", "floor: arithmetic, update"), rows
+    )
+
+
+FUSION = "fusion-h200.csv"
+
+
+def fusion_table(results: Results) -> str:
+    """Write times as fast as the fastest stock form, by case: each mode, and stock against itself."""
+    rows = []
+    for case in dict.fromkeys(row["case"] for row in results.rows(FUSION)):
+        own = {row["mode"]: row for row in results.rows(FUSION, case=case)}
+        stock, again = next((own[mode], row) for mode in own if (row := own.get(f"{mode} (again)")))
+        name = case.split(": ")[1].replace("_", " ")
+        modes = [interval(own[mode], *RATIO) if mode in own else NONE for mode in ("backward", "forward", "auto")]
+        rows.append([name, f"`{stock['mode']}`", f"{float(stock['ms_50']):.1f}", interval(again, *RATIO), *modes])
+    return table(("", "stock", "ms", "the same again", "`backward`", "`forward`", "`auto`"), rows)
+
+
+def fusion_span(results: Results, mode: str) -> str:
+    return span(float(row["speedup"]) for row in results.rows(FUSION, mode=mode))
+
+
+def fusion_on_cpu(results: Results) -> str:
+    return span(float(row["speedup"]) for row in results.rows("fusion-cpu-repeats.csv", mode="forward"))
+
+
+def gradients_saved(results: Results) -> str:
+    rows = results.rows("fusion-memory-h200.csv", mode="backward")
+    return " and ".join(f"{100 * float(row['saved_share_of_gradients']):.0f}% ({row['dtype']})" for row in rows)
+
+
+REORDER = "reorder-h200.csv"
+ORDERS = ("side_stream", "joint", "joint_bounded", "cross_step")
+NETWORKS = {
+    "densenet121-k12-8": "DenseNet-121, growth 12, batch 8",
+    "densenet121-k12-32": "batch 32",
+    "densenet121-k32-8": "DenseNet-121, growth 32, batch 8",
+    "densenet121-k32-32": "batch 32",
+    "mobilenet_v3_large-32": "MobileNetV3-Large, batch 32",
+    "resnet50-8": "ResNet-50, batch 8",
+    "gpt2-2x256": "GPT-2 124M, 2 x 256",
+    "gpt2-2x1024": "GPT-2 124M, 2 x 1024",
+}
+
+
+def reorder_table(results: Results) -> str:
+    """Write times as fast as the captured stock step, by model and order."""
+    rows = []
+    for case, name in NETWORKS.items():
+        own = {row["mode"]: row for row in results.rows(REORDER, case=case)}
+        stock = float(own["captured"]["ms_50"])
+        off = [100 * float(own[mode]["predicted_off"]) for mode in ORDERS]
+        ratios = (stock / float(own[mode]["ms_50"]) for mode in ("split", *ORDERS))
+        rows.append([
+            name, f"{stock:.2f}", *(f"{ratio:.3f}" for ratio in ratios),
+            interval(own["split (again)"], *RATIO), f"{min(off):.0f} to {max(off):.0f}%",
+        ])  # fmt: skip
+    header = (
+        "", "captured stock, ms", "split, one stream", "side_stream", "joint", "joint within 32 MiB", "cross_step",
+        "split against itself", "predicted off by",
+    )  # fmt: skip
+    return table(header, rows)
+
+
+def reorder_span(results: Results) -> str:
+    ratios = []
+    for case in NETWORKS:
+        own = {row["mode"]: float(row["ms_50"]) for row in results.rows(REORDER, case=case)}
+        ratios += [own["captured"] / own[mode] for mode in ORDERS]
+    return span(ratios)
+
+
+def reorder_compile_table(results: Results) -> str:
+    """Write what a second stream gives inside of ``compile()``, by model."""
+    rows = []
+    for case in ("gpt2-2x256", "gpt2-2x1024", "densenet121-k32-8", "mobilenet_v3_large-32"):
+        own = {row["mode"]: row for row in results.rows("reorder-compile-h200.csv", case=case)}
+        rows.append([
+            NETWORKS[case], *(f"{float(own[mode]['ms_50']):.2f}" for mode in ("compile", "compile_costs")),
+            interval(own["compile_costs"], *RATIO), interval(own["compile (again)"], *RATIO),
+        ])  # fmt: skip
+    return table(("", "one stream, ms", "two streams, ms", "times as fast", "one stream against itself"), rows)
+
+
+def reorder_compile_span(results: Results) -> str:
+    return span(float(row["speedup"]) for row in results.rows("reorder-compile-h200.csv", mode="compile_costs"))
