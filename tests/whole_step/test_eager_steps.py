@@ -243,11 +243,11 @@ def test_a_step_that_is_taken_eagerly_is_taken_once(fails, monkeypatch, warned):
 def test_a_graph_that_could_not_be_made_is_tried_again_ever_more_rarely(monkeypatch):
     tried, trace = [], program.trace_step
 
-    def broken(*args):
+    def broken(*args, **named):
         tried.append(None)
         if len(tried) < 4:
             raise RuntimeError("on purpose")
-        return trace(*args)
+        return trace(*args, **named)
 
     monkeypatch.setattr(program, "trace_step", broken)
     made, expected, step = both(lambda: make("mlp"), loss_fn, list(batches(20)))

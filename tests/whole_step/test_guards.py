@@ -84,9 +84,9 @@ def test_an_attribute_that_comes_back_needs_no_graph_again(monkeypatch):
 
     made, trace = [], program.trace_step
 
-    def counted(*args):
+    def counted(*args, **named):
         made.append(None)
-        return trace(*args)
+        return trace(*args, **named)
 
     monkeypatch.setattr(program, "trace_step", counted)
     train("mlp", "replay", lambda p: Scaled(p, "attribute"), 8, each=lambda n, m, o: setattr(o, "scale", 1.0 + n % 2))
@@ -273,6 +273,8 @@ class Pair(nn.Module):
         elif how == "overlapping":
             memory = torch.cat([self.one.weight.detach(), self.two.weight.detach()[:4]]).clone()
             self.one.weight.data, self.two.weight.data = memory[:48], memory[4:]
+        elif how == "parameter":
+            self.two.weight = self.one.weight
         elif how == "buffer":
             self.seen = self.two.bias.data
 
@@ -281,7 +283,7 @@ class Pair(nn.Module):
         return self.head(torch.tanh(self.three(torch.tanh(self.two(torch.tanh(self.one(x)))))))
 
 
-@pytest.mark.parametrize("tie", ["whole", "overlapping", "buffer"])
+@pytest.mark.parametrize("tie", ["whole", "overlapping", "parameter", "buffer"])
 @pytest.mark.parametrize("when", ["before", "later"])
 def test_weights_that_share_memory(tie, when):
     def run(lower):

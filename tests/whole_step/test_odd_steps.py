@@ -15,9 +15,9 @@ from whole_step.models import adamw, assert_identical, batches, loss_fn, make, t
 
 
 def _counting(function, calls):
-    def counted(*args):
+    def counted(*args, **named):
         calls.append(None)
-        return function(*args)
+        return function(*args, **named)
 
     return counted
 
@@ -293,3 +293,58 @@ def test_gradients_of_others_between_micro_batches_count(edit):
         return model, optimizer, torch.zeros(1)
 
     assert_identical(run("replay"), run(None))
+
+
+def test_a_batch_that_fails_in_forward_changes_nothing():
+    torch.manual_seed(0)
+    model = nn.Embedding(10, 3)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    step = gradweave.compile(model, lambda model, x: model(x).square().mean(), optimizer, lower="replay")
+    for _ in range(3):
+        step(torch.tensor([1, 2]))
+    before = [model.weight.detach().clone(), optimizer.state[model.weight]["momentum_buffer"].clone()]
+    with pytest.raises(IndexError):
+        step(torch.tensor([1, 20]))
+    after = [model.weight, optimizer.state[model.weight]["momentum_buffer"]]
+    assert all(map(torch.equal, before, after))
+    step(torch.tensor([1, 2]))
+    assert step.eager_reason is None
+
+
+def test_tensors_of_a_batch_that_require_a_gradient_get_it(warned):
+    def run(lower):
+        model = make("small")
+        optimizer = adamw(model.parameters())
+        step = gradweave.compile(model, loss_fn, optimizer, lower=lower) if lower else None
+        losses, inputs = [], []
+        for number, (x, y) in enumerate(batches(6)):
+            x.requires_grad_(number in (0, 3))
+            inputs.append(x)
+            if step:
+                losses.append(step(x, y))
+                continue
+            losses.append(loss_fn(model, x, y))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return (model, optimizer, torch.stack(losses).detach()), [x.grad for x in inputs]
+
+    (made, grads), (expected, other) = run("replay"), run(None)
+    assert_identical(made, expected)
+    assert [g is None for g in grads] == [g is None for g in other]
+    assert all(torch.equal(a, b) for a, b in zip(grads, other, strict=True) if a is not None)
+    (message,) = warned()
+    assert "a tensor of the batch requires a gradient" in message
+
+
+def test_a_model_that_loss_fn_calls_besides_gets_no_gradients():
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(4, 6), nn.Linear(6, 1)
+    step = gradweave.compile(maker, lambda maker, z: -judge(maker(z)).mean(), adamw(maker.parameters()), lower="replay")
+    for _ in range(3):
+        step(torch.ones(2, 4))
+        assert all(p.grad is None for p in judge.parameters())
+    judge.weight.grad = torch.ones_like(judge.weight)
+    with torch.compiler.set_stance("force_eager"):
+        step(torch.ones(2, 4))
+    assert torch.equal(judge.weight.grad, torch.ones_like(judge.weight))

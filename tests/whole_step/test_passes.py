@@ -16,8 +16,8 @@ def traced(monkeypatch):
     """What was traced of a step of a deep model, before any pass."""
     kept = []
 
-    def keep(*args):
-        kept.append(trace(*args))
+    def keep(*args, **named):
+        kept.append(trace(*args, **named))
         return kept[-1]
 
     trace = program.trace_step

@@ -220,6 +220,21 @@ def asked_by_script() -> bool:
     return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch.jit")
 
 
+def parameters_behind(result: torch.Tensor) -> list[torch.nn.Parameter]:
+    """The parameters that would get a gradient from a backward of a result."""
+    found, seen, left = [], {None}, [result.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter):
+            found.append(leaf)
+        left += [following for following, _ in node.next_functions]
+    return found
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are being computed."""
     return torch.autograd.forward_ad._current_level >= 0

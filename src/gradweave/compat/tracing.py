@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
@@ -16,17 +16,59 @@ from gradweave.announce import announce
 from gradweave.errors import ArgumentError
 
 
-def trace_to_graph(function: Callable[..., Any]) -> Callable[..., torch.fx.GraphModule]:
-    """Records the ATen operations that a function runs on fake tensors, with their annotations."""
+def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> Callable[..., torch.fx.GraphModule]:
+    """Records the ATen operations that a function runs on fake tensors, with their annotations.
+
+    Args:
+        function: The function.
+        as_eager: Whether these must be the operations that an eager call runs. Otherwise some, such as interpolations,
+            are taken apart as torch's compilers want them, which gives other bits.
+    """
     from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.traceback import preserve_node_meta
 
     def trace(*args: Any) -> torch.fx.GraphModule:
-        with enable_python_dispatcher(), preserve_node_meta():
-            return make_fx(function)(*args)
+        with preserve_node_meta():
+            if as_eager:
+                return make_fx(_keeping_casts(function))(*args)
+            with enable_python_dispatcher():
+                return make_fx(function)(*args)
 
     return trace
+
+
+def _keeping_casts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under whose autocast a weight is cast once for all its uses, as in an eager call, not for each.
+
+    What is traced would do the latter, with a gradient of its own for each use, and these summed up in float32.
+    """
+    keep = torch.is_autocast_cache_enabled()
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(keep)
+        try:
+            return function(*args, **named)
+        finally:
+            torch.set_autocast_cache_enabled(before)
+
+    return call
+
+
+class _AsEager(torch.nn.Module):
+    """A graph that runs the operations of an eager call, also where torch's compilers would take some of them apart."""
+
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.graph = graph
+        self._run = _keeping_casts(torch.fx.Interpreter(graph).run)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs the graph."""
+        with torch._C._DisablePythonDispatcher():
+            return self._run(*inputs)
 
 
 def fake_mode() -> Any:
@@ -143,6 +185,16 @@ def as_it_was() -> Iterator[None]:
         raise
 
 
+def is_any_autocast_enabled() -> bool:
+    """Whether autocast is on, for any kind of device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def enters_autocast(node: torch.fx.Node) -> bool:
+    """Whether a node of what Dynamo has captured switches autocast on or off."""
+    return node.target is torch.amp.autocast_mode._enter_autocast
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a traced value is a number that is known only when the graph runs."""
     return isinstance(value, (torch.SymFloat, torch.SymInt))
@@ -187,9 +239,15 @@ def rematerialize(
     settings: dict[str, Any] = {"activation_memory_budget": budget}
     if hasattr(config, "force_non_lazy_backward_lowering"):
         settings["force_non_lazy_backward_lowering"] = True
+    target: Any = forward if decompose else _AsEager(forward)
     with config.patch(settings):
         split: Callable[..., Any] = aot_module_simplified(
-            forward, inputs, fw_compiler=keep, bw_compiler=keep, partition_fn=partition, decompositions=table
+            target,
+            inputs,
+            fw_compiler=keep,
+            bw_compiler=keep,
+            partition_fn=partition,
+            decompositions=table,
         )
     return split
 
@@ -284,13 +342,35 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
+@contextmanager
+def _whole_functions() -> Iterator[None]:
+    """Context in which Dynamo takes functions as they are that it would take apart, whatever its settings say."""
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+    taken = {function: handlers.pop(function) for function in _TAKEN_APART if function in handlers}
+    try:
+        yield
+    finally:
+        handlers.update(taken)
+
+
+_TAKEN_APART = (torch.addcdiv, torch._foreach_lerp_)
+
+
 def dynamo_compile(
-    function: Callable[..., Any], backend: Callable[..., Any], variants: int
+    function: Callable[..., Any], backend: Callable[..., Any], variants: int, *, exact: bool = False
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
     """A function that a backend compiles whole, anew for each shape, up to a number of variants.
 
     What the backend raises comes through; what Dynamo refuses is a :class:`DynamoError` that
     names the user's file and line.
+
+    Args:
+        function: The function.
+        backend: Gets the graph, and gives what runs it.
+        variants: How many there may be.
+        exact: Whether the graph must have the operations that the function calls, none of them taken apart.
 
     Returns:
         The function, and one that frees everything that was compiled for it.
@@ -317,12 +397,13 @@ def dynamo_compile(
             "accumulated_recompile_limit": 1024,
             "skip_nnmodule_hook_guards": False,
             "use_numpy_random_stream": True,
+            "enable_dynamo_decompositions": not exact,
             "ignore_logging_functions": _logging_functions(),
         }
     )
 
     def call(*args: Any, **named: Any) -> Any:
-        with settings:
+        with settings, _whole_functions() if exact else nullcontext():
             try:
                 return compiled(*args, **named)
             except exc.BackendCompilerFailed as error:

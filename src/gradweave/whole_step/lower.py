@@ -73,7 +73,7 @@ class Replay:
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Takes the step on the optimizer's state and numbers as they are now."""
         optimizer = self._traced.optimizer
-        result: list[Any] = self._traced.graph(list(inputs), optimizer.state(), list(optimizer.numbers()))
+        result: list[Any] = self._traced.graph(list(inputs), optimizer.state(), optimizer.values())
         return result[:-1] if self._traced.can_skip else result
 
 

@@ -76,6 +76,7 @@ class OptimizerInputs:
                     constants.append((number, key, _settled(value)))
         self.settings = tuple(constants)
         self.reads = OptimizerReads(optimizer)
+        self._forms = list(map(_form, self.values()))
         self._keys = [tuple(group) for group in optimizer.param_groups]
         self._sizes = [len(optimizer.state.get(p, ())) for p in self.params]
         self._known = self.state()
@@ -100,7 +101,7 @@ class OptimizerInputs:
             holder = state[self.params[place.param]] if isinstance(place, StateSlot) else groups[place]
             if key not in holder or not _is_settled(holder[key], value):
                 return False
-        return self.reads.same() and self._state_fits()
+        return self._forms == list(map(_form, self.values())) and self.reads.same() and self._state_fits()
 
     def _state_fits(self) -> bool:
         """Whether state tensors that are new are of the kind of those they replace."""
@@ -120,11 +121,32 @@ class OptimizerInputs:
 
     def numbers(self) -> tuple[float, ...]:
         """The hyperparameters as they are now."""
-        values = []
+        return tuple(map(float, self.values()))
+
+    def values(self) -> list[Any]:
+        """The same as they are kept: tensors as tensors."""
+        groups, values = self.optimizer.param_groups, []
         for slot in self.number_slots:
-            value = self.optimizer.param_groups[slot.group][slot.key]
-            values.append(float(value if slot.position is None else value[slot.position]))
-        return tuple(values)
+            value = groups[slot.group][slot.key]
+            value = value if slot.position is None else value[slot.position]
+            values.append(float(value) if isinstance(value, float) else value)  # NumPy's are floats, too
+        return values
+
+    def exact_values(self) -> list[Any]:
+        """The same, for a graph that computes with them as the eager step does.
+
+        Raises:
+            NotOneGraphError: One of them has a precision of its own, which a number in a graph has not.
+        """
+        values = self.values()
+        for slot, value in zip(self.number_slots, values, strict=True):
+            if not isinstance(value, (float, torch.Tensor)):
+                name, kind = type(self.optimizer).__name__, type(value)
+                raise NotOneGraphError(
+                    f"optimizer={name}: its {slot.key} is a {kind.__module__}.{kind.__name__}, with whose precision a "
+                    "graph does not compute; give a float"
+                )
+        return values
 
     def step_on(
         self,
@@ -278,6 +300,11 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, (bool, int))
+
+
+def _form(value: Any) -> Any:
+    """What must stay as it is of a hyperparameter that may change."""
+    return _kind(value) if isinstance(value, torch.Tensor) else float if isinstance(value, float) else type(value)
 
 
 def _holds_tensors(value: Any) -> bool:

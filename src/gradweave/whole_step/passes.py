@@ -17,7 +17,8 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
     """Moves each operation of the update to the first place where what it needs is there.
 
     A gradient is then used up, and its memory free, while backward goes on. An operation that
-    changes a tensor stays behind everything that reads the tensor as it was.
+    changes a tensor stays behind everything that reads the tensor as it was, and all of them behind
+    forward, which a batch may make fail: nothing has changed then.
     """
     nodes = list(graph.graph.nodes)
     update = {node for node in nodes if node.op == "call_function" and phase_of(node) == "update"}
@@ -26,6 +27,7 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
     touched: dict[int, int] = {}
     written: dict[int, int] = {}
     earliest: dict[Node, int] = {}
+    forward = max((place[node] for node in nodes if phase_of(node) == "forward"), default=0)
     for node in nodes:
         memories = {memory for n in (node, *node.all_input_nodes) if (memory := _memory(n)) is not None}
         changed = {memory for n in changed_by(node) if (memory := _memory(n)) is not None}
@@ -34,7 +36,7 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
             written.update(dict.fromkeys(changed, place[node]))
             continue
         when = max((earliest.get(n, place[n]) for n in node.all_input_nodes), default=place[node])
-        when = max([when, *(written.get(memory, 0) for memory in memories)])
+        when = max([when, forward, *(written.get(memory, 0) for memory in memories)])
         for memory in changed:
             when = max(when, read_until.get(memory, 0), touched.get(memory, 0))
         written.update(dict.fromkeys(changed, when))

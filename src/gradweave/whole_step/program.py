@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
@@ -72,6 +72,8 @@ class _Purpose:
 
     Attributes:
         trainable: Which inputs of the forward are updated.
+        repeated: Which are the same tensor as an earlier one, and which that is: a weight may have come to be used in
+            two places since the forward was captured.
         summed: Which of these have a sum of gradients already.
         update: Whether there is an update, or more summing up.
         scaling: How the loss is scaled.
@@ -79,6 +81,7 @@ class _Purpose:
     """
 
     trainable: tuple[int, ...]
+    repeated: tuple[tuple[int, int], ...]
     summed: tuple[int, ...]
     update: bool
     scaling: Scaling | None
@@ -148,7 +151,11 @@ class Program:
         shared, scaler = self._shared, self._options.scaler
         every = [p for group in self._optimizer.param_groups for p in group["params"]]
         own = set(map(id, every))
-        trainable = tuple(index for index, x in enumerate(inputs) if id(x) in own and x.requires_grad)
+        repeated = _repeated(inputs)
+        again = {index for index, _ in repeated}
+        trainable = tuple(
+            index for index, x in enumerate(inputs) if id(x) in own and x.requires_grad and index not in again
+        )
         if not trainable:
             raise RefusedError("the loss depends on no parameter of the optimizer that requires a gradient")
         params = [inputs[index] for index in trainable]
@@ -161,7 +168,7 @@ class Program:
         update = shared.update and not strays
         summed = tuple(index for index, p in enumerate(params) if not update or p.grad is not None)
         lower = self._options.lower if shared.mark is None else "replay"
-        purpose = _Purpose(trainable, summed, update, Scaling.of(scaler) if scaler else None, lower)
+        purpose = _Purpose(trainable, repeated, summed, update, Scaling.of(scaler) if scaler else None, lower)
         sums = shared.sums_for([params[index] for index in summed])
         with torch.no_grad():
             made = self._find(purpose, params, inputs)
@@ -296,9 +303,10 @@ class Program:
         """Lowers the step with a backward that computes activations anew, or without where torch cannot do it."""
         recorded = purpose.lower != self._options.lower
         budget = None if recorded else self._options.memory_budget
+        forward = _merged(self._forward, purpose.repeated)
         try:
             return lowered(
-                with_recomputation(self._forward, inputs, purpose.trainable, self._loss_output, budget, exact=exact)
+                with_recomputation(forward, inputs, purpose.trainable, self._loss_output, budget, exact=exact)
             )
         except (GradweaveError, torch.OutOfMemoryError):
             raise
@@ -308,20 +316,20 @@ class Program:
                     f"memory_budget={budget}: torch cannot compute the activations of this model anew, "
                     f"give None or 1, or use torch.utils.checkpoint: {error}"
                 ) from error
-            if is_checkpointed(self._forward):
+            if is_checkpointed(forward):
                 raise NotOneGraphError(
                     "what torch.utils.checkpoint marks cannot be compiled, maybe because of random numbers in it; use "
                     f'lower="replay", or memory_budget instead of it: {error}'
                 ) from error
             announce(f"compile: all activations are kept, torch cannot compute them anew: {type(error).__name__}")
-            return lowered(self._forward)
+            return lowered(forward)
 
     def _lowered(
         self, objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, inputs: Sequence[Any], *, exact: bool
     ) -> tuple[TracedStep, Runnable]:
         options = self._options
         if exact:
-            traced = trace_step(objective, optimizer, recipe)
+            traced = trace_step(objective, optimizer, recipe, exact=True)
             written = [*inputs, *(x for x in optimizer.state() if x.dim() > 0)]
             return traced, Replay(traced, in_order=_share_memory(written, self._shared.batch))
         counts = self._shared.counts(optimizer.params)
@@ -352,6 +360,28 @@ class Program:
         """The inputs that are the model's own, or changed in place: they must be used where they are."""
         own = {id(x) for x in (*self._model.parameters(), *self._model.buffers())}
         return [index for index, x in enumerate(inputs) if id(x) in own or index in changed]
+
+
+def _repeated(inputs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Which inputs are the same tensor as an earlier one, and which that is."""
+    first: dict[int, int] = {}
+    return tuple(
+        (index, first[id(x)])
+        for index, x in enumerate(inputs)
+        if isinstance(x, torch.Tensor) and first.setdefault(id(x), index) != index
+    )
+
+
+def _merged(forward: GraphModule, repeated: Sequence[tuple[int, int]]) -> GraphModule:
+    """A forward that reads a tensor that is given twice in one place."""
+    if not repeated:
+        return forward
+    graph = Graph()
+    graph.output(graph.graph_copy(forward.graph, {}))
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    for index, earlier in repeated:
+        inputs[index].replace_all_uses_with(inputs[earlier])
+    return GraphModule(forward, graph)
 
 
 def _hurry(made: _Made) -> None:

@@ -21,7 +21,7 @@ Mark = Callable[[Kind, int], AbstractContextManager[None]]
 def run_marked(traced: TracedStep, inputs: Sequence[torch.Tensor], places: dict[Node, Place], mark: Mark) -> list[Any]:
     """Takes the step on the optimizer's state and numbers as they are; returns the traced outputs."""
     optimizer = traced.optimizer
-    given = [list(inputs), optimizer.state(), list(optimizer.numbers())]
+    given = [list(inputs), optimizer.state(), optimizer.values()]
     result: list[Any] = run_graph(traced.graph, traced.graph.graph, given, places, mark)
     return result[:-1] if traced.can_skip else result
 

@@ -20,6 +20,7 @@ from gradweave.compat.eager import (
     hooks_of_all,
     map_nested,
     mark_stepped,
+    parameters_behind,
     saved_tensors_are_hooked,
     step_pre_hooks,
 )
@@ -152,7 +153,9 @@ class Step:
         self._eager_reason: str | None = None
         self._known_step: Any = None
         self._forwards = job.forwards
-        self._objective, self._forget = dynamo_compile(_objective(job), job.add_program, variants)
+        self._objective, self._forget = dynamo_compile(
+            _objective(job), job.add_program, variants, exact=options.lower == "replay"
+        )
         weakref.finalize(self, job.close, self._forget)
         mark_compiled(optimizer, self)
 
@@ -174,7 +177,7 @@ class Step:
         shapes = _shapes(leaves)
         if not self._stepped.issuperset(map(id, params)):
             return self._first_step(given, params, shapes)
-        reason = self._in_the_way()
+        reason = self._in_the_way(leaves)
         if reason is not None:
             return self._without_graph(reason, given, params)
         if self._new_shapes == "eager" and shapes != self._first_shapes:
@@ -245,8 +248,10 @@ class Step:
         self._eager_reason = reason
         return result
 
-    def _in_the_way(self) -> str | None:
+    def _in_the_way(self, leaves: Sequence[Any]) -> str | None:
         """What is to be called in a step, or to see it, and would not be by a graph; None if there is nothing."""
+        if any(map(_wants_gradient, leaves)):
+            return "a tensor of the batch requires a gradient"
         if step_pre_hooks(self.optimizer):
             return "the optimizer has step hooks, which see gradients"
         if hooks_of_all():
@@ -308,10 +313,12 @@ class Step:
         return self._from_loss(*self._eager(*arguments, **named), params)
 
     def _from_loss(self, loss: torch.Tensor, more: Any, params: Sequence[nn.Parameter]) -> Any:
-        """What the eager step does after the forward; what the optimizer does not have gets no gradient."""
+        """What the eager step does after the forward; parameters that the optimizer does not have get no gradient."""
         scaler = self._options.scaler
         own = set(map(id, params))
-        others = {p: p.grad for p in self.model.parameters() if p.requires_grad and id(p) not in own}
+        # Also those of other models that loss_fn calls: a graph would leave them alone.
+        found = [*self.model.parameters(), *parameters_behind(loss)]
+        others = {p: p.grad for p in found if p.requires_grad and id(p) not in own}
         for p in others:
             p.grad = None
         try:
@@ -349,6 +356,11 @@ class Step:
 
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(value.shape if isinstance(value, torch.Tensor) else None for value in leaves)
+
+
+def _wants_gradient(value: Any) -> bool:
+    """Whether something in a batch gets a gradient of its own, or hands it on; weights in a batch are weights."""
+    return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
 
 
 def placed(batch: Any, model: nn.Module) -> Any:

@@ -156,18 +156,24 @@ def root(node: Any) -> Any:
     return node
 
 
-def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe) -> TracedStep:
+def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, exact: bool = False) -> TracedStep:
     """Traces a step; no real tensor is read or changed.
 
     Optimizers are traced as they run eagerly; those whose eager form branches on a step count, in
     the form that torch has for capturing, where that has none.
+
+    Args:
+        objective: What is differentiated.
+        optimizer: What updates.
+        recipe: What is done with the gradients.
+        exact: Whether the operations must be those of the eager step.
     """
     try:
-        return _trace(objective, optimizer, recipe, capturable=False)
+        return _trace(objective, optimizer, recipe, capturable=False, exact=exact)
     except DataDependentError:
         pass
     try:
-        return _trace(objective, optimizer, recipe, capturable=True)
+        return _trace(objective, optimizer, recipe, capturable=True, exact=exact)
     except DataDependentError as error:
         name = type(optimizer.optimizer).__name__
         raise NotOneGraphError(
@@ -176,10 +182,17 @@ def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe)
         ) from error
 
 
-def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, capturable: bool) -> TracedStep:
+def _trace(
+    objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, capturable: bool, exact: bool
+) -> TracedStep:
     mode = fake_mode()
-    symbols = [float_symbol(mode, f"number_{index}", value) for index, value in enumerate(optimizer.numbers())]
-    names = names_of(symbols)
+    values = optimizer.exact_values() if exact else optimizer.numbers()
+    symbols = [
+        fake_of(mode, x) if isinstance(x, torch.Tensor) else float_symbol(mode, f"number_{index}", x)
+        for index, x in enumerate(values)
+    ]
+    floats = [index for index, x in enumerate(values) if not isinstance(x, torch.Tensor)]
+    names = names_of([symbols[index] for index in floats])
     inputs = [*objective.inputs, *recipe.sums, *recipe.scale]
     with_gradient: set[int] = set()
     first_sum, first_scale = len(objective.inputs), len(objective.inputs) + len(recipe.sums)
@@ -213,7 +226,7 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
         return [*outputs, *(extra for extra in (norm, found) if extra is not None)]
 
     with as_it_was(), refusing_drawn_numbers(), mode, as_if_compiling(capturable):
-        graph = trace_to_graph(step)(
+        graph = trace_to_graph(step, as_eager=exact)(
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
     if any(root(argument).op == "get_attr" for node in graph.graph.nodes for argument in changed_by(node)):
@@ -236,7 +249,12 @@ def _trace(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, 
         *(slot.param for slot in optimizer.state_slots),
         *(None for _ in symbols),
     )
-    return TracedStep(graph, optimizer, len(inputs), owners, frozenset(with_gradient), can_skip, guards_of(mode, names))
+    branches = guards_of(mode, names)
+
+    def holds(numbers: Sequence[float]) -> bool:
+        return branches([numbers[index] for index in floats])
+
+    return TracedStep(graph, optimizer, len(inputs), owners, frozenset(with_gradient), can_skip, holds)
 
 
 def _changes_a_weight(graph: GraphModule, trainable: Sequence[int]) -> bool:
