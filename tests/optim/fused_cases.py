@@ -117,13 +117,17 @@ def layer_of(described):
 
 @pytest.mark.timeout(1500)
 @settings(max_examples=max(5, settings().max_examples // 20))
-@example([("linear", 17, 11, True), ("last", 2, 3, 2, 3, True)], "Eva", 0.0)
-@example([("transposed", 2, 3, 2, 3, True), ("linear", 1, 1, True)], "EvaF", 0.1)
+@example([("linear", 17, 11, True), ("last", 2, 3, 2, 3, True)], "Eva", 0.0, 2)
+@example([("transposed", 2, 3, 2, 3, True), ("linear", 1, 1, True)], "EvaF", 0.1, 2)
 @given(
-    st.lists(LINEAR | CONVOLUTION, min_size=1, max_size=2), st.sampled_from(["Eva", "EvaF"]), st.sampled_from([0, 0.1])
+    st.lists(LINEAR | CONVOLUTION, min_size=1, max_size=2),
+    st.sampled_from(["Eva", "EvaF"]),
+    st.sampled_from([0, 0.1]),
+    st.integers(1, 2),
 )
-def test_steps_of_layers_of_any_shape(layers, name, decay):
-    compare(lambda: nn.Sequential(*map(layer_of, layers)), {"Eva": Eva, "EvaF": EvaF}[name], weight_decay=decay)
+def test_steps_of_layers_of_any_shape(layers, name, decay, steps):
+    cls = {"Eva": Eva, "EvaF": EvaF}[name]
+    compare(lambda: nn.Sequential(*map(layer_of, layers)), cls, steps, weight_decay=decay)
 
 
 @every

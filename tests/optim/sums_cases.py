@@ -604,7 +604,7 @@ def test_another_thread_evaluates_meanwhile():
 
     def evaluate(stop):
         with torch.no_grad():
-            while not stop.is_set():
+            while not stop.wait(0.001):
                 model(x)
 
     stop = Event()
