@@ -57,11 +57,12 @@ CLAIMS = (
     ),
     Claim(
         "docs/reorder.md", "weight gradients out of order, in a CUDA graph", ("reorder-h200.csv", "reorder-h200.png"),
-        "reorder.py time --results FILE, reorder.py draw --results FILE", "5cf0161",
+        "reorder.py time --variants captured,split,side_stream,joint,joint_bounded,cross_step --results FILE, "
+        "reorder.py draw --results FILE", "5cf0161",
     ),
     Claim(
         "docs/reorder.md", "the same inside of `compile()`", ("reorder-compile-h200.csv",),
-        "reorder.py time --variants compile,compile_costs --baseline compile --results FILE", "5cf0161",
+        "reorder.py time --variants compile,compile_costs --baseline compile --workload NAME --results FILE", "5cf0161",
     ),
     Claim(
         "docs/reorder.md", "seconds to measure costs", ("reorder-costs-seconds-h200.csv",),
@@ -70,7 +71,8 @@ CLAIMS = (
     Claim(
         "docs/data-parallel.md", "`DataParallel` against DDP",
         ("data-parallel.csv", "data-parallel.png"),
-        "data_parallel_link.py time --results FILE, data_parallel_link.py draw --results FILE", "2aa3046",
+        "data_parallel_link.py time --results FILE (with --rounds and --steps as its columns say), "
+        "data_parallel_link.py draw --results FILE", "2aa3046",
     ),
     Claim(
         "docs/pipeline.md", "pipelines, computation emulated", ("pipeline-emulated.csv",),
@@ -78,7 +80,7 @@ CLAIMS = (
     ),
     Claim(
         "docs/pipeline.md", "pipelines, real computation", ("pipeline-real.csv",),
-        "pipeline_stages.py real --results FILE", "8061290",
+        "pipeline_stages.py real --results FILE (with --rounds where its column says another number)", "8061290",
     ),
     Claim(
         "docs/pipeline.md", "pipelines of many devices, simulated",
@@ -118,7 +120,10 @@ CLAIMS = (
         "docs/eva.md", "further directions", ("eva-directions-h200.csv", "eva-directions-cpu.csv"),
         "eva_rules.py --data FOLDER --results FILE", "8777a38",
     ),
-    Claim("docs/eva.md", "what a step costs", ("eva-cost-h200.csv",), "eva_cost.py time --results FILE", "a7a76b8"),
+    Claim(
+        "docs/eva.md", "what a step costs", ("eva-cost-h200.csv",),
+        "eva_cost.py time --form captured --form eager --results FILE", "a7a76b8",
+    ),
     Claim(
         "docs/eva.md", "how much ResNet-110's step differs by process", ("eva-cost-resnet110-four-runs-h200.csv",),
         "eva_cost.py time --workload resnet110-128 --form captured --results FILE, four times; `run` numbers them",

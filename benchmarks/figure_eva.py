@@ -106,3 +106,47 @@ def cost_span(results: Results, column: str) -> str:
     """Say what a captured step of ``Eva`` or ``EvaF`` takes, over all models and processes."""
     rows = [*results.rows("eva-cost-h200.csv"), *results.rows(FOUR_RUNS)]
     return span(float(row[column]) for row in rows if row["mode"] in ("captured eva", "captured eva-f"))
+
+
+CHOICES = {
+    "eva-f": "`EvaF`, lr 0.04 (default)",
+    "eva-f lr 0.02": "lr 0.02",
+    "eva-f lr 0.06": "lr 0.06",
+    "eva-f lr 0.1": "lr 0.1",
+    "eva-f momentum behind, lr 0.02": "momentum behind the direction, lr 0.02",
+    "eva-f momentum behind, lr 0.03": "the same, lr 0.03",
+    "eva-f momentum 0.95": "momentum 0.95, not 0.9",
+    "eva-f by layer": "one length for the layer, not for rows",
+    "eva-f average 0.95": "running average 0.95, not 0.3",
+    "eva-f average 0.1": "running average 0.1",
+    "eva-f 16 samples": "input vectors of 16 samples",
+    "eva-f damping 0.1": "damping 0.1, not 0.01",
+    "eva-f damping 0.001": "damping 0.001",
+    "no vectors, lr 0.02": "no vectors (damping 1e6), lr 0.02: what lengths of rows do alone",
+    "no vectors, lr 0.04": "the same, lr 0.04",
+    "eva": "`Eva`, lr 0.04 (default)",
+    "eva lr 0.02": "lr 0.02",
+    "eva lr 0.06": "lr 0.06",
+    "eva by layer": "one length for the layer",
+    "eva average 0.95": "running average 0.95",
+    "eva output damping 0.3": "output damping 0.3, not 0.1",
+    "eva output damping 1": "output damping 1",
+    "eva-s": "`EvaS`, lr 0.01 (default: running average 0.1, damping 0.3)",
+    "eva-s by row": "one length for each row",
+    "eva-s average 0.95": "running average 0.95",
+    "eva-s damping 0.03": "damping 0.03",
+    "eva-f reference lr 0.3": "`EvaF(reference=True)`, lr 0.3",
+    "eva reference lr 0.1": "`Eva(reference=True)`, lr 0.1",
+    "eva-s reference lr 0.6": "`EvaS(reference=True)`, lr 0.6",
+    "adamw lr 0.002": "AdamW, lr 0.002",
+    "sgd lr 0.6": "SGD with momentum, lr 0.6",
+}
+
+
+def choices_table(results: Results) -> str:
+    """Write the test error of each choice of the defaults, by seed."""
+    errors = {(row["choice"], row["seed"]): row["test_error"] for row in results.rows("eva-choices-cpu.csv")}
+    rows = [
+        [name, *(errors[choice, seed].replace("nan", "diverged") for seed in "01")] for choice, name in CHOICES.items()
+    ]
+    return table(("", "seed 0", "seed 1"), rows)

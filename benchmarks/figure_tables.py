@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from claims import CLAIMS, RECORDS, Claim
-from figure_eva import best_figures, convergence_table, cost_span, eva_cost_table
+from figure_eva import best_figures, choices_table, convergence_table, cost_span, eva_cost_table
 from figure_ranks import (
     data_parallel_table,
+    exposed_table,
     link_span,
     pipeline_emulated_table,
     pipeline_real_table,
@@ -16,6 +17,7 @@ from figure_ranks import (
     pipeline_span,
     race_gain,
     race_table,
+    scale_table,
 )
 from figure_steps import (
     fusion_on_cpu,
@@ -129,6 +131,9 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "pipeline-real": pipeline_real_table,
     "pipeline-simulated": pipeline_simulated_table,
     "daso-race": race_table,
+    "daso-exposed": exposed_table,
+    "daso-scale": scale_table,
+    "eva-choices": choices_table,
     "eva-autoencoder": convergence_table("autoencoder"),
     "eva-text": convergence_table("text"),
     "eva-cifar": convergence_table("cifar"),

@@ -32,6 +32,7 @@ from gradweave.compare.run import environment
 
 HERE = Path(__file__).parent
 GPIPE, AGAIN, RIVAL = "gpipe", "gpipe (again)", "interleaved_zero_bubble"
+ROUNDS = {"emulated": 5, "real": 7}
 EMULATED = [{"ranks": ranks, "layers": 24, "microbatches": microbatches} for ranks in (4, 8) for microbatches in (4, 8)]
 REAL = [
     {"ranks": 2, "model": model, "blocks": 10, "width": width, "tokens": 128, "microbatches": 4, "batch": batch}
@@ -145,8 +146,8 @@ def main() -> None:
     parser.add_argument("what", choices=["emulated", "real", "simulate"])
     parser.add_argument("--results", type=Path)
     parser.add_argument("--costs", type=Path, default=HERE / "results" / "costs-gpt-4x2048-h200.json")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--milliseconds", type=float, default=40.0, help="of F, X and W of an emulated layer")
+    parser.add_argument("--rounds", type=int, help="5 of emulated settings and 7 of real ones, unless given")
+    parser.add_argument("--milliseconds", type=float, default=30.0, help="of F, X and W of an emulated layer")
     parser.add_argument("--minutes", type=float, default=60.0)
     given = parser.parse_args()
     if given.what == "simulate":
@@ -162,7 +163,7 @@ def main() -> None:
             continue
         if time.monotonic() > ends:
             raise SystemExit("time is up; run again for the rest")
-        run(setting, given.what, results, given.rounds)
+        run(setting, given.what, results, given.rounds or ROUNDS[given.what])
 
 
 if __name__ == "__main__":

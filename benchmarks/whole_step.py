@@ -1,10 +1,8 @@
 """``gradweave.compile`` against what torch and JAX offer: whole training steps.
 
     python benchmarks/whole_step.py time --results benchmarks/results/whole-step-h200.csv
-    python benchmarks/whole_step.py start --results benchmarks/results/whole-step-start-h200.csv
     python benchmarks/whole_step.py curves --text some.txt --results benchmarks/results/whole-step-curves-h200.csv
     python benchmarks/whole_step.py profile --workload gpt2-2x1024
-    python benchmarks/whole_step.py draw --results benchmarks/results/whole-step-h200.csv
 
 Each variant has a process of its own, so that none shares memory pools or caches with another. All of
 them make themselves ready at once; then they take turns, a few steps at a time, one at a time.
@@ -14,7 +12,6 @@ Workloads that the results already hold are left out, so that a table can be fil
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,6 @@ from step_variants import CUDA, WORKLOADS, Workload, make_variant
 from tables import append, read
 from turns import Child, ready_ones, serve, take_turns
 
-from fusion import draw
 from gradweave.compare.run import environment
 
 BASELINE = "compile_ro"
@@ -53,8 +49,7 @@ def measure(
                 "ms_80": f"{one.high:.4f}", "speedup": f"{one.ratio.value:.4f}", "speedup_low": f"{one.ratio.low:.4f}",
                 "speedup_high": f"{one.ratio.high:.4f}",
                 "peak_mib": f"{max(one.ready['peaks'][COMPILING.get(name, 1) :]) / MEGABYTE:.0f}",
-                "peaks_mib": " ".join(f"{peak / MEGABYTE:.0f}" for peak in one.ready["peaks"]),
-                "kept_mib": f"{one.ready['kept'] / MEGABYTE:.0f}",
+                "first_step_peak_mib": f"{one.ready['peaks'][0] / MEGABYTE:.0f}",
                 "largest_relative_loss_difference": f"{one.off:.2e}", "against": BASELINE,
                 "flops_floor_ms": f"{1e3 * floors[0]:.3f}", "update_floor_ms": f"{1e3 * floors[1]:.3f}",
                 **environment(CUDA),
@@ -78,28 +73,6 @@ def measure_times(workloads: list[Workload], variants: list[str] | None, results
             append(results, measure(workload, able, ready[workload.name]))
         for child in children.values():
             child.close()
-
-
-def measure_start(workloads: list[Workload], results: Path) -> None:
-    """Seconds until ten steps are taken: with empty caches on disk, and with those that this has left.
-
-    The eager start beside it is what neither compiler can be blamed for: the process, the kernels of
-    the libraries, and their choice.
-    """
-    with tempfile.TemporaryDirectory() as caches:
-        for which in ("cold", "warm"):
-            children = [
-                Child(__file__, w.name, name, TORCHINDUCTOR_CACHE_DIR=f"{caches}/{w.name}-{name}")
-                for w in workloads
-                for name in ("eager", BASELINE, "step")
-                if name in w.variants
-            ]
-            for child in children:
-                seconds = child.answer()["seconds"]
-                child.close()
-                print(f"   {child.workload} {child.variant} {which}: {seconds:.1f} s", flush=True)
-                row = {"case": child.workload, "mode": child.variant, "start": which, "seconds": f"{seconds:.1f}"}
-                append(results, [{**row, **environment(CUDA)}])
 
 
 def measure_curves(text: Path, results: Path) -> None:
@@ -148,7 +121,7 @@ def profile(workload: Workload, variant: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("time", "start", "curves", "profile", "draw", "child"))
+    parser.add_argument("what", choices=("time", "curves", "profile", "child"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--workload", action="append", choices=tuple(WORKLOADS), help="once for each; all unless given")
@@ -157,9 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     use_fast_settings()
     workloads = [WORKLOADS[name] for name in arguments.workload or WORKLOADS]
-    if arguments.what == "draw":
-        draw(arguments.results, baseline=BASELINE, over='torch.compile(mode="reduce-overhead") and a fused optimizer')
-    elif arguments.what == "child":
+    if arguments.what == "child":
         serve(lambda: make_variant(arguments.variant, workloads[0]), workloads[0].batches)
     elif arguments.what == "curves":
         measure_curves(arguments.text, arguments.results)
@@ -169,13 +140,10 @@ def main() -> None:
     else:
         done = {row["case"] for row in read(arguments.results)}
         left = [workload for workload in workloads if workload.name not in done]
-        if arguments.what == "start":
-            measure_start(left, arguments.results)
-        else:
-            variants = arguments.variants.split(",") if arguments.variants else None
-            if variants is not None and BASELINE not in variants:
-                parser.error(f"--variants needs {BASELINE}, which the others are compared with")
-            measure_times(left, variants, arguments.results)
+        variants = arguments.variants.split(",") if arguments.variants else None
+        if variants is not None and BASELINE not in variants:
+            parser.error(f"--variants needs {BASELINE}, which the others are compared with")
+        measure_times(left, variants, arguments.results)
 
 
 if __name__ == "__main__":
