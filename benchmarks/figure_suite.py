@@ -49,7 +49,7 @@ def suite_table(results: Results) -> str:
     rows = [_suite_row(model, known.get(model), notes) for model in suite_models()]
     header = (
         "model", "best stock step", "ms", "the same again", "`compile()`, ms", "times as fast",
-        "eager stock, `fuse()`", "peak MiB allocated", "reserved", "loss within", "",
+        "eager stock, `fuse()`", "peak MiB allocated, stock and ours", "reserved", "loss within", "",
     )  # fmt: skip
     ratios = suite_ratios(results, "gradweave.compile")
     noted = {model for model, rows in known.items() if _note(model, rows)}
