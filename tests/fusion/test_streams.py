@@ -14,8 +14,9 @@ from played_streams import Races, run_as_if_on_a_gpu
 
 @pytest.fixture
 def races(monkeypatch):
-    """Updates are seen, too."""
+    """Updates are seen, too, and are put off all the same."""
     monkeypatch.setattr("gradweave.fusion.forward.without_dispatch_modes", nullcontext)
+    monkeypatch.setattr("gradweave.fusion.forward._is_watched", lambda: False)
     run_as_if_on_a_gpu(monkeypatch, ForwardEngine, "_launch", "_make_visible")
     return Races(monkeypatch)
 

@@ -19,6 +19,7 @@ from split.test_crossing import crossing_costs, net
 def races(monkeypatch):
     """Updates are seen, too."""
     monkeypatch.setattr("gradweave.fusion.forward.without_dispatch_modes", nullcontext)
+    monkeypatch.setattr("gradweave.fusion.forward._is_watched", lambda: False)
     run_as_if_on_a_gpu(monkeypatch, ForwardEngine, "_launch", "_make_visible")
     run_as_if_on_a_gpu(monkeypatch, HandedOn, "__init__")
     monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", {"forward": 1, "backward": 1})

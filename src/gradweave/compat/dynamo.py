@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -32,9 +32,13 @@ def stop_calling_before_compiling(callback: Callable[..., None]) -> None:
         dynamo.callback_handler.remove_start_callback(callback)
 
 
-@contextmanager
-def not_compiling() -> Iterator[None]:
+def not_compiling() -> AbstractContextManager[None]:
     """Context in which code is not told that it is being compiled: optimizers then compute as in eager steps."""
+    return _told_of_none() if torch.compiler._is_compiling_flag else nullcontext()
+
+
+@contextmanager
+def _told_of_none() -> Iterator[None]:
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False
     try:

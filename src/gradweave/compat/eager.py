@@ -368,13 +368,15 @@ def storage_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1  # without the one that is asked here
 
 
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_references_to = sys.getrefcount
+
+
 def is_sole_user(tensor: torch.Tensor) -> bool:
     """Whether nothing else refers to a tensor's memory: no tensor, no storage, no array that it was made from."""
     storage = tensor.untyped_storage()
     return (
-        torch._C._storage_Use_Count(storage._cdata) == _SOLE_USE
-        and sys.getrefcount(storage) == _SOLE_REFERENCE
-        and storage.resizable()
+        _use_count(storage._cdata) == _SOLE_USE and _references_to(storage) == _SOLE_REFERENCE and storage.resizable()
     )
 
 

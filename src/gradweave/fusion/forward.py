@@ -254,7 +254,7 @@ class ForwardEngine:
             return
         if is_being_traced():
             self.stop(TRACED)
-        elif self._pending and (in_function_transform() or any(map(_of_odd_class, flat_leaves((args, keywords))))):
+        elif self._pending and (in_function_transform() or _has_odd_class(args) or _has_odd_class(keywords.values())):
             self.flush()
 
     # At step()
@@ -435,6 +435,10 @@ class ForwardEngine:
         they are now: the main stream may write to those that are tensors while the second stream has yet to read them.
         """
         now = step_of(self.optimizer)
+        if all(update.bucket.params[0].device.type == "cpu" for update in updates):
+            for update in updates:
+                update.frozen = now
+            return
         frozen = now if now.has_tensors else None
         waited = set()
         for update in updates:
@@ -642,6 +646,12 @@ def _about_to_compile(engine: ref[ForwardEngine], *_: Any) -> None:
     attached = engine()
     if attached is not None:
         attached.about_to_compile()
+
+
+def _has_odd_class(values: Iterable[Any]) -> bool:
+    """Whether a tensor of a class of its own is among values, or in containers among them."""
+    others = [value for value in values if type(value) is not torch.Tensor]
+    return bool(others) and any(map(_of_odd_class, flat_leaves(others)))
 
 
 def _of_odd_class(value: Any) -> bool:

@@ -37,7 +37,7 @@ class FrozenStep:
     @property
     def has_tensors(self) -> bool:
         """Whether something of it could be changed in place, or is looked at when an update runs."""
-        values = [value for group in self.groups for value in group.values()]
+        values = [value for group in self.groups for value in group.values() if type(value) not in _PLAIN]
         return bool(self.attributes) or any(isinstance(part, torch.Tensor) for part in flat_leaves(values))
 
 
@@ -82,8 +82,14 @@ _OF_ALL_OPTIMIZERS = frozenset(
 _OF_OTHERS = ("_optimizer_", "_gradweave")
 
 
+_PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+"""What most settings are: looked for first, since every step looks at all settings."""
+
+
 def is_data(value: Any) -> bool:
     """Whether a value is plain data or tensors, which a copy can keep as they are."""
+    if type(value) in _PLAIN:
+        return True
     if isinstance(value, (list, tuple)):
         return all(map(is_data, value))
     if isinstance(value, dict):
@@ -132,6 +138,8 @@ def can_be_frozen(optimizer: Optimizer) -> bool:
 
 
 def _own(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, torch.Tensor):
         return value.clone()
     # Anything else cannot be told from a copy of it: updates that use it are not put off.
@@ -191,13 +199,14 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-@contextmanager
-def with_default_type(wanted: torch.dtype) -> Iterator[None]:
+def with_default_type(wanted: torch.dtype) -> AbstractContextManager[None]:
     """Context in which new tensors are of the type that they were of at ``step()``."""
     now = torch.get_default_dtype()
-    if now is wanted:
-        yield
-        return
+    return nullcontext() if now is wanted else _with_other_default_type(wanted, now)
+
+
+@contextmanager
+def _with_other_default_type(wanted: torch.dtype, now: torch.dtype) -> Iterator[None]:
     torch.set_default_dtype(wanted)
     try:
         yield
