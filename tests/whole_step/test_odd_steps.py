@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import deque
 
 import pytest
 import torch
@@ -348,3 +349,20 @@ def test_a_model_that_loss_fn_calls_besides_gets_no_gradients():
     with torch.compiler.set_stance("force_eager"):
         step(torch.ones(2, 4))
     assert torch.equal(judge.weight.grad, torch.ones_like(judge.weight))
+
+
+def test_a_deque_with_a_maxlen_forgets_what_is_too_much(warned):
+    def run(lower):
+        history = deque([1.0], maxlen=3)
+
+        def loss(model, x, y):
+            history.append(history[-1] + len(history))
+            return loss_fn(model, x, y) * history[0]
+
+        return train("linear", lower, loss=loss), list(history)
+
+    (made, history), (expected, other) = run("replay"), run(None)
+    assert_identical(made, expected)
+    assert history == other
+    (message,) = warned()
+    assert "deque" in message

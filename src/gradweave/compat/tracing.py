@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -386,6 +387,8 @@ def dynamo_compile(
         translator = InstructionTranslator.current_tx()
         if translator.output.random_calls:  # of a generator of its own, the first numbers would be those of all steps
             raise DynamoError("it draws numbers with Python's random, which a graph cannot")
+        if _overflows(translator.output.side_effects):  # Dynamo takes deques for ones without maxlen
+            raise DynamoError("it puts more into a deque than its maxlen, which a graph would keep")
         return backend(gm, inputs)
 
     compiled = torch.compile(own, backend=with_fixed_numbers, fullgraph=True, dynamic=False)
@@ -414,6 +417,16 @@ def dynamo_compile(
                 raise DynamoError(str(error)) from error
 
     return call, partial(reset_code, own.__code__)
+
+
+def _overflows(effects: Any) -> bool:
+    """Whether a deque of the user's would have become longer than it can."""
+    for value in effects.keepalive:
+        if isinstance(value, deque) and value.maxlen is not None:
+            known = effects.id_to_variable.get(id(value))
+            if known is not None and len(known.items) > value.maxlen:
+                return True
+    return False
 
 
 _LOGGING_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
