@@ -74,7 +74,9 @@ def _suite_row(model: str, rows: dict[str, Row] | None, notes: list[str]) -> lis
     if rows is None:
         return [model, *[""] * 9, "not measured yet"]
     ours = rows["gradweave.compile"]
-    best = rows[ours["stock_best"]]
+    best = rows.get(ours["stock_best"])
+    if best is None:
+        return [model, "none works", *[""] * 8, f"{ours['status']}: {ours['reason']}"]
     status = "" if ours["status"] == "works" else f"{ours['status']}: {ours['reason']}"
     if note := _note(model, rows):
         notes.append(note)

@@ -1,5 +1,6 @@
 """Tables of README and docs are made from the results, and each result is named by what is claimed."""
 
+import csv
 import re
 import shutil
 from pathlib import Path
@@ -45,19 +46,58 @@ def test_a_table_that_somebody_has_changed_is_found(figures, tables, copy):
     assert figures.outdated(copy, tables) == [page]
 
 
+def change_suite(root: Path, change) -> None:
+    """Write the suite's rows anew, without those that are changed to None."""
+    path = root / "benchmarks" / "results" / "suite-h200.csv"
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    kept = [row for row in map(change, [dict(row) for row in rows]) if row is not None]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(kept)
+
+
+def ours_on_resnet(row: dict[str, str]) -> bool:
+    return (row["model"], row["variant"]) == ("resnet50-32", "gradweave.compile")
+
+
 def test_a_result_that_somebody_has_changed_is_found(figures, tables, copy):
-    suite = copy / "benchmarks" / "results" / "suite-h200.csv"
-    suite.write_text(suite.read_text().replace("1.0099,1.0078,1.0143", "1.9099,1.9078,1.9143"))
-    assert copy / "docs" / "compile.md" in figures.outdated(copy, tables)
+    change_suite(copy, lambda row: {**row, "ratio": "1.9"} if ours_on_resnet(row) else row)
+    assert set(figures.outdated(copy, tables)) == {copy / "docs" / "compile.md", copy / "README.md"}
 
 
 def test_models_that_are_not_measured_are_rows_of_the_suite(figures, tables, copy):
-    suite = copy / "benchmarks" / "results" / "suite-h200.csv"
-    header, *lines = suite.read_text().splitlines(keepends=True)
-    suite.write_text("".join([header, *(line for line in lines if line.startswith("resnet50-32"))]))
+    change_suite(copy, lambda row: row if row["model"] == "resnet50-32" else None)
     text = tables["suite"](figures.Results(copy))
-    assert text.count("not measured yet") == 15
-    assert "(1 of 16 models)" in text
+    import figure_suite
+
+    count = len(figure_suite.suite_models())
+    assert text.count("not measured yet") == count - 1
+    assert f"(1 of {count} models)" in text
+
+
+def test_a_step_of_ours_that_failed_is_a_row_that_says_so_and_counts_as_not_measured(figures, tables, copy):
+    def fail(row):
+        return {**row, "status": "failed", "reason": "out of memory", "ratio": "", "ms_50": ""}
+
+    before = tables["suite"](figures.Results(copy))
+    change_suite(copy, lambda row: fail(row) if ours_on_resnet(row) else row)
+    text = tables["suite"](figures.Results(copy))
+    (line,) = [line for line in text.splitlines() if line.startswith("| resnet50-32 ")]
+    assert line.endswith("| failed: out of memory |")
+    ((count, models),) = re.findall(r"\((\d+) of (\d+) models\)", before)
+    assert f"({int(count) - 1} of {models} models)" in text
+
+
+def test_what_is_known_of_a_row_goes_when_it_is_measured_at_another_commit(figures, tables, copy, monkeypatch):
+    import figure_suite
+
+    monkeypatch.setattr(figure_suite, "NOTES", {("resnet50-32", "1111111"): "on a slow day"})
+    change_suite(copy, lambda row: {**row, "commit": "1111111"})
+    assert "1. on a slow day." in tables["suite"](figures.Results(copy))
+    change_suite(copy, lambda row: {**row, "commit": "2222222"})
+    assert "on a slow day" not in tables["suite"](figures.Results(copy))
 
 
 def test_a_table_that_no_page_shows_is_an_error(figures, tables, copy):
