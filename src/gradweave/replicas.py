@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -283,8 +284,10 @@ def _written(value: Any) -> str | None:
     return str(value) if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) else None
 
 
-def agree(describe: Callable[[], Mapping[str, str]], group: dist.ProcessGroup | None) -> None:
+def agree(describe: Callable[[], Mapping[str, str]], group: dist.ProcessGroup | None) -> str:
     """Raises on all ranks what one of them has to say against it, or if they do not all describe the same.
+
+    Returns a name that is the same on all ranks, and no other's.
 
     Args:
         describe: Checks what this rank has, and says by name what must be the same on all.
@@ -297,19 +300,21 @@ def agree(describe: Callable[[], Mapping[str, str]], group: dist.ProcessGroup | 
         refusal = error
     said = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest() if refusal is None else f"{refusal}"
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (refusal is not None, said), group=group)
+    dist.all_gather_object(everyone, (refusal is not None, said, uuid4().hex), group=group)
     if refusal is not None:
         raise refusal
     ranks = dist.get_process_group_ranks(group)
-    for rank, (refused, text) in zip(ranks, everyone, strict=True):
+    for rank, (refused, text, _) in zip(ranks, everyone, strict=True):
         if refused:
             raise ReplicaError(f"rank {rank} refuses: {text}")
-    if any(text != said for _, text in everyone):
+    name: str = everyone[0][2]
+    if any(text != said for _, text, _ in everyone):
         dist.all_gather_object(everyone, facts, group=group)
         for rank, theirs in zip(ranks, everyone, strict=True):
-            for name in _apart([everyone[0], theirs]):
-                here, there = everyone[0].get(name, "missing"), theirs.get(name, "missing")
-                raise ArgumentError(name, here, f"and {there!r} on rank {rank}; construct the same on all ranks")
+            for what in _apart([everyone[0], theirs]):
+                here, there = everyone[0].get(what, "missing"), theirs.get(what, "missing")
+                raise ArgumentError(what, here, f"and {there!r} on rank {rank}; construct the same on all ranks")
+    return name
 
 
 def _apart(told: list[dict[str, Any]]) -> Iterator[str]:

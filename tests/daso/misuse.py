@@ -63,6 +63,10 @@ def differing():
         if kind == "lbfgs" and own:
             opt = torch.optim.LBFGS(model.parameters())
         found[name] = said_by(lambda m=model, o=opt: DASO(m, o, timeout=TIMEOUT)), True
+    model = make_model()
+    params = list(model.parameters())
+    opt = make_optimizer(params if rank < 2 else params[::-1])
+    found["order of parameters"] = said_by(lambda: DASO(model, opt, timeout=TIMEOUT)), True
     shape = (2, 2) if rank < 2 else (1, 4)
     mesh = mock.Mock(mesh_dim_names=("node", "local"), mesh=torch.arange(4).view(shape))
     model = make_model()
@@ -106,6 +110,28 @@ def uneven_vectors():
         said = str(error)
     daso.detach()
     return said, torch.equal(before, weights_of(model))
+
+
+def unfreezes(*, layers):
+    """Each rank begins to train a layer of its own choice: when it hears of others, and whether weights had moved."""
+    model = make_model()
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    opt = make_optimizer(model.parameters())
+    daso = DASO(model, opt, every=2, wait=1, timeout=TIMEOUT, checkpoint_dir=f"unfreezes-{dist.get_rank()}")
+    said = None
+    for number in range(6):
+        if number == 3:
+            (model[0] if layers[dist.get_rank()] == 0 else model[2].bias).requires_grad_(True)
+        before = weights_of(model)
+        said = said_by(lambda now=number: step(model, opt, now))
+        if said is not None:
+            break
+    moved = said is not None and not torch.equal(before, weights_of(model))
+    if said is None:
+        daso.finish()
+    daso.detach()
+    return said, number, moved
 
 
 class Noisy(torch.optim.SGD):
@@ -201,7 +227,7 @@ class _Around(nn.Module):
 ATTACHING = [
     "Groups", "lend", "declaration", "Mates", "Layout", "Agreement", "Connections", "Rhythm",
     "DeltaRule", "Setup", "Exchange", "replicas_of_node", "Averaging", "BackwardWatch", "Lookout",
-    "mark_daso", "chunks",
+    "mark_daso", "mark_in_parallel", "Changes", "chunks",
 ]  # fmt: skip
 
 

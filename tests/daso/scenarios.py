@@ -26,6 +26,7 @@ from daso.misuse import (  # noqa: F401
     parts_with_vectors,
     steps_counted,
     uneven_vectors,
+    unfreezes,
     used_often,
     vectors,
 )

@@ -17,7 +17,17 @@ def test_options_that_differ_between_ranks_are_refused_by_all(two_by_two):
     for name in ranks[0]:
         assert all(unchanged for _, unchanged in (each[name] for each in ranks)), name
         assert all(each[name][0] is not None for each in ranks), name
-    for name in ("mode", "payload", "warm_up", "every", "wait", "on_failure", "average_gradients", "mesh"):
+    for name in (
+        "mode",
+        "payload",
+        "warm_up",
+        "every",
+        "wait",
+        "on_failure",
+        "average_gradients",
+        "mesh",
+        "order of parameters",
+    ):
         assert len({each[name][0] for each in ranks}) == 1
         assert name in ranks[0][name][0]
         assert "give all ranks the same" in ranks[0][name][0]
@@ -54,6 +64,17 @@ def test_ranks_that_run_out_under_an_optimizer_that_averages_are_told_so(two_by_
     for said, unchanged in two_by_two.run("uneven_vectors").values():
         assert "run out of batches" in said
         assert unchanged
+
+
+@pytest.mark.parametrize("layers", [(0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 1)])
+def test_layers_that_only_some_ranks_begin_to_train_are_refused_by_all(two_by_two, layers):
+    found = two_by_two.run("unfreezes", layers=layers)
+    if layers == (0, 0, 0, 0):
+        assert [each for each, *_ in found.values()] == [None] * 4
+        return
+    for rank, (said, number, moved) in found.items():
+        assert f"trained from now on, on rank {rank}, and not so on rank" in said
+        assert (number, moved) == (3, False)
 
 
 def test_parts_that_not_all_ranks_use_under_an_optimizer_that_averages(two_by_two):

@@ -248,6 +248,27 @@ def apart(*, what, at, policy, norms):
     return heard
 
 
+def trains_others(*, layers, timeout):
+    """A layer, or none, that a rank begins to train behind two steps: when and what each hears, and what it has."""
+    model = small(True)
+    model.requires_grad_(False)
+    model[-1].requires_grad_(True)
+    opt = optimizer_of(model.parameters(), "sgd")
+    trained = DataParallel(model, opt, policy="no_barrier", timeout=timeout)
+    for step in range(5):
+        if step == 2 and layers[dist.get_rank()] is not None:
+            model[layers[dist.get_rank()]].requires_grad_(True)
+        try:
+            loss_of(trained, "mlp", step, dist.get_rank()).backward()
+        except GradweaveError as error:
+            trained.detach()
+            return step, type(error).__name__, str(error)
+        opt.step()
+        opt.zero_grad()
+    trained.detach()
+    return None
+
+
 def same(*, steps, options, optimizer, norms):
     """Whether a loop gives what DistributedDataParallel gives."""
     (ours, said), (theirs, they_said) = (_ends(steps, options, optimizer, norms, way) for way in ("ours", "ddp"))

@@ -49,3 +49,17 @@ def test_ranks_that_part_hear_the_same_error_soon(ranks, what, policy, at, norms
         assert "weights differ between ranks" in said
     if what == "has another rate":
         assert "lr of group 0 is 0.01 on rank 0 and 0.02 on rank 1" in said
+
+
+def test_ranks_that_begin_to_train_other_layers_hear_so_at_once(ranks):
+    assert list(ranks.run("trains_others", layers=[0, 0], timeout=60).values()) == [None, None]
+    first, second = ranks.run("trains_others", layers=[0, 3], timeout=60).values()
+    assert (first[0], first[1]) == (second[0], second[1]) == (2, "ReplicaError")
+    assert "which parameters are trained has changed on rank 0, and not so on rank 1" in first[2]
+
+
+def test_one_that_begins_to_train_more_by_itself_is_told_when_the_others_do_not_come(ranks):
+    first, second = ranks.run("trains_others", layers=[0, None], timeout=2).values()
+    assert first[:2] == (2, "ReplicaError")
+    assert "has changed on rank 0, and not so on rank 1" in first[2]
+    assert second[1] == "LostRankError"

@@ -94,6 +94,28 @@ def gradients_of_ones_own(rank):
     assert "before update 2" in raised(ReplicaError, lambda: train(model, Eva(model, lr=0.02), own(rank)))
 
 
+def a_wrapper_of_more_ranks(rank):
+    """Vectors of one's own under a wrapper that averages: refused before anything has changed."""
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    for group in (None, alone):
+        for wrapped_first in (True, False):
+            model = make_mlp()
+            trained = DDP(model) if wrapped_first else model
+            optimizer = Eva(trained, lr=0.02, process_group=group)
+            trained = trained if wrapped_first else DDP(model)
+            before = weights(model)
+            message = raised(ArgumentError, lambda m=trained, o=optimizer: train(m, o, own(rank)))
+            assert "averages gradients over ranks [0, 1]" in message, message
+            assert torch.equal(weights(model), before)
+
+
+def other_settings(rank):
+    """Named as the cause."""
+    model = make_mlp()
+    message = raised(ReplicaError, lambda: train(DDP(model), Eva(model, lr=0.02 * (1 + rank)), own(rank)))
+    assert "lr of group 0 is 0.02 on rank 0 and 0.04 on rank 1" in message, message
+
+
 def another_layer(rank):
     """A layer that one rank has frozen, when the optimizer is made: messages would be of different lengths."""
     model = make_mlp()
@@ -195,7 +217,8 @@ def run_all(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     any_order(rank, made_before)
     for scenario in (
-        by_hand, a_model_of_ones_own, gradients_of_ones_own, another_layer, a_wrapper_of_fewer_ranks, odd_loops,
+        by_hand, a_model_of_ones_own, gradients_of_ones_own, another_layer, a_wrapper_of_fewer_ranks,
+        a_wrapper_of_more_ranks, other_settings, odd_loops,
         uneven_inputs, compiled_steps, lent,
     ):  # fmt: skip
         scenario(rank)

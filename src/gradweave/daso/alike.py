@@ -101,8 +101,11 @@ def declaration(
     said["optimizer"] = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     said["model"] = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
     said["buffers"] = repr([(name, tuple(b.shape), str(b.dtype)) for name, b in buffers])
+    places = {id(p): number for number, p in enumerate(params)}
     for number, group in enumerate(optimizer.param_groups):
         said[f"parameters in group {number} of the optimizer"] = repr(len(group["params"]))
+        order = [places[id(p)] for p in group["params"]]
+        said[f"order of parameters in group {number} of the optimizer"] = _shortened(order)
         for key, value in sorted(group.items()):
             if _is_plain(value):
                 said[f"{key} of group {number} of the optimizer"] = repr(_as_plain(value))
@@ -125,6 +128,12 @@ def replicas_of_node(
         return {f"lr of group {number} of the optimizer": str(own.get("lr")) for number, own in groups}
 
     return Replicas(named, group, of=f"DASO with {type(optimizer).__name__}", facts=facts)
+
+
+def _shortened(order: Sequence[int]) -> str:
+    """Which parameters of the model come in which order: the first few, and what tells the rest apart."""
+    rest = hashlib.sha256(repr(order[3:]).encode()).hexdigest()[:8]
+    return ", ".join(map(str, order[:3])) + (f" ... ({rest})" if order[3:] else "")
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
+from gradweave.changes import Changes
 from gradweave.compat.distributed import default_store, part_of_default_store
 from gradweave.daso import checkpoint
 from gradweave.daso.agreement import Agreement, Connections
@@ -116,6 +117,7 @@ class DASO:
         self._pending = False
         self._stepping = False
         self._steps = 0
+        self._changes: Changes | None = None
         self._losses = Losses()
         self._device = next((p.device for p in self._params()), torch.device("cpu"))
         self._scale = LossScale(scaler, self._device)
@@ -204,10 +206,13 @@ class DASO:
 
     def _stores(self) -> Connections:
         """Connections to a part of the common store that no other DASO uses."""
-        if self._groups.everyone is None or self._groups.across is None:
+        if self._groups.everyone is None:
             return Connections(default_store, ready=0)
         box = [default_store().add("gradweave-daso", 1) if self._is_first else 0]
         dist.broadcast_object_list(box, self._topology.ranks[0][0], group=self._groups.everyone)
+        self._changes = Changes(f"gradweave-daso-{box[0]}/changes", of="DASO", timeout=self._options.timeout)
+        if self._groups.across is None:
+            return Connections(default_store, ready=0)
         # With one rank per node and the published rules, that one carries two exchanges at a time.
         both = self._options.mode == "paper" and self._topology.places == 1
         return Connections(lambda: part_of_default_store(f"gradweave-daso-{box[0]}"), ready=2 if both else 1)
@@ -275,11 +280,20 @@ class DASO:
         if (new or grown) and self._mates.uneven:
             what = "parameters cannot come in once a rank has run out of batches; give all ranks as many"
             raise GradweaveError(what)
+        if new or grown:
+            self._agree_on_trained(params)
         if new:
             self._known.update(id(p) for p in new)
             self._exchange.share_new(new, self._steps)
         if self._weights.extend(p for p in params if p.requires_grad):
             self._exchange.extended()
+
+    def _agree_on_trained(self, params: Sequence[torch.Tensor]) -> None:
+        """Sees to it that all ranks come to train the same at the same step, before they send what others do not."""
+        if self._changes is not None:
+            ranks = [rank for node in self._agreement.alive for rank in self._topology.ranks[node]]
+            trained = ",".join(str(n) for n, p in enumerate(params) if p.requires_grad)
+            self._changes.agree("parameters have come in, or are trained from now on,", trained, ranks)
 
     def _step_begins(self, *_: Any) -> None:
         if not self._pending and self._watch.notice(self._params()) and self._moves():

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.announce import announce
+from gradweave.changes import Changes
 from gradweave.compat.distributed import end_group
 from gradweave.compat.eager import flat_leaves, no_torch_function
 from gradweave.data_parallel.buffers import BufferSharing
@@ -90,8 +91,9 @@ class DataParallel(nn.Module):
             options = (policy, k, bucket_bytes, byte_budget, reduce_dtype, broadcast_buffers)
             return {"the options": str(options), **describe_model(model), **settings_of(optimizer)}
 
+        self._changes: Changes | None = None
         if self._size > 1:
-            agree(describe, process_group)
+            self._changes = Changes(f"gradweave-{agree(describe, process_group)}", of="DataParallel", timeout=timeout)
         else:
             describe()
         self.module = model
@@ -170,6 +172,7 @@ class DataParallel(nn.Module):
         self._reducer.check_ended()
         if self._now_trained() != self._trained:
             self._lookout.look_inside()
+            self._agree_on_trained()
             self._learn()
         elif self._stepped:
             self._advance()
@@ -266,6 +269,15 @@ class DataParallel(nn.Module):
         self._order = UseOrder(self.module)
         self._layers = self._order.layers(self._order.numbers())
         self._arrange(STOCK)
+
+    def _agree_on_trained(self) -> None:
+        """Sees to it that all ranks begin to learn at the same step, and train the same."""
+        if self._changes is None or self._group is None:
+            return
+        with no_torch_function():
+            trained = [str(n) for n, p in enumerate(self.module.parameters()) if p.requires_grad]
+        ranks = dist.get_process_group_ranks(self._group)
+        self._changes.agree("which parameters are trained has changed", ",".join(trained), ranks)
 
     def _now_trained(self) -> tuple[Any, ...]:
         with no_torch_function():

@@ -182,7 +182,7 @@ class _CapturedVectors(VectorOptimizer):
         records = [self.state[p]["record"] for p in params if "record" in self.state[p]]
         is_lent = self.ranks is None or self.ranks.lender is not None
         if not is_lent and not is_compiling() and not is_capturing(records[0].device):
-            self._alike.check(over, params, records)
+            self._alike.check(over, params, records, self)
         average_records(records, over)
 
     def _look_at_first_step(self) -> None:

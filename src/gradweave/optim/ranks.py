@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from gradweave.compat.distributed import active_ddp, joins_uneven_inputs
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.marks import pipeline_part
-from gradweave.replicas import ReplicaError, Replicas
+from gradweave.replicas import ReplicaError, Replicas, settings_of
 
 DEFAULT = "default"
 """The ranks that average gradients, as far as they are known: DistributedDataParallel's, or all there are."""
@@ -42,6 +43,7 @@ class Ranks:
         self._lender: str | None = None
         self.wrapper: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
         self._seen: dict[int, Any] = {}
+        self._checked: set[int] = set()
 
     @property
     def are_given(self) -> bool:
@@ -89,6 +91,7 @@ class Ranks:
         if self._lender is not None:
             return self._lent
         if self.are_given:
+            self._check_given()
             return self._given
         if self._is_part or not (dist.is_available() and dist.is_initialized()):
             return None  # other ranks of a pipeline have other layers
@@ -101,6 +104,20 @@ class Ranks:
                 )
             return self.wrapper.process_group
         return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+    def _check_given(self) -> None:
+        """Raises where gradients are averaged over ranks that the user has left out: their weights would part."""
+        wrappers = [*self._seen.values(), *([] if self.wrapper is None else [self.wrapper])]
+        for group in {id(wrapper.process_group): wrapper.process_group for wrapper in wrappers}.values():
+            if id(group) not in self._checked and {*_members(group)} - {*_members(self._given)}:
+                raise ArgumentError(
+                    "process_group",
+                    None if self._given is None else _members(self._given),
+                    f"DistributedDataParallel averages gradients over ranks {_members(group)}, whose weights would "
+                    "differ with vectors of their own; leave it out, or wrap the model over the same ranks",
+                )
+            self._checked.add(id(group))
+        self._seen.clear()
 
     def _find_wrapper(self) -> None:
         """Of what forwards since the last step have run in."""
@@ -129,21 +146,26 @@ class Alike:
         self._replicas: Replicas | None = None
         self._sizes: list[int] = []
         self._compared: list[tuple[str, torch.Tensor]] = []
+        self._optimizer: Optimizer | None = None
 
-    def check(self, group: Any, params: Iterable[torch.Tensor], message: list[torch.Tensor]) -> None:
+    def check(
+        self, group: Any, params: Iterable[torch.Tensor], message: list[torch.Tensor], optimizer: Optimizer
+    ) -> None:
         """Raises on all ranks, before anything has changed, if they have other weights or other messages to average.
 
         Args:
             group: The ranks.
             params: What is trained.
             message: What is to be averaged: as long on all ranks, or they would mix it up.
+            optimizer: Whose settings may be the cause.
         """
         sizes = [tensor.numel() for tensor in message]
         if self._replicas is None or group is not self._group:
-            self._replicas, self._group = Replicas(lambda: self._compared, group, of=self._of), group
-            self._sizes = sizes
+            self._replicas = Replicas(lambda: self._compared, group, of=self._of, facts=self._facts)
+            self._group, self._sizes = group, sizes
         self._compared = [("the sizes of vectors", torch.tensor(sizes, device=message[0].device))]
         self._compared += [(self._names.get(id(p), f"parameter {number}"), p) for number, p in enumerate(params)]
+        self._optimizer = optimizer
         try:
             if sizes != self._sizes:
                 self._replicas.check("since layers were added")
@@ -157,6 +179,10 @@ class Alike:
         finally:
             self._sizes = sizes
             self._compared = []
+            self._optimizer = None
+
+    def _facts(self) -> dict[str, str]:
+        return {} if self._optimizer is None else settings_of(self._optimizer)
 
 
 def _members(group: Any) -> list[int]:
