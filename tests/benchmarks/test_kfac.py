@@ -83,6 +83,13 @@ def test_damping_goes_up_where_a_step_gains_less_than_predicted():
     assert optimizer.damping > 0.01
 
 
+@pytest.mark.parametrize(("ratio", "power"), [(0.76, 1), (0.74, 0), (0.26, 0), (0.24, -1), (float("nan"), -1)])
+def test_damping_follows_the_share_of_the_prediction_that_came_true(ratio, power):
+    optimizer = KFAC(make_model(), SquaredError(), damping=2.0, adapt_every=5)
+    optimizer._adapt(ratio)
+    assert optimizer.damping == pytest.approx(2.0 * (19 / 20) ** (5 * power))
+
+
 def test_damping_of_factors_is_searched_for_in_both_directions():
     began = (0.01 + 1e-3) ** 0.5, (3.0 + 1e-3) ** 0.5
     assert run_both("squares", damping=0.01)[0].gamma < 0.7 * began[0]
