@@ -52,6 +52,9 @@ CLAIMS = (
         "fusion.py time --results FILE, fusion.py draw --results FILE", "e2208e4",
     ),
     Claim(
+        "docs/fusion.md", "`fuse()` on two CPU cores", ("fusion-cpu.csv",), "fusion.py time --results FILE", "59630e1"
+    ),
+    Claim(
         "docs/fusion.md", "memory of gradients", ("fusion-memory-h200.csv",), "fusion.py memory --results FILE",
         "1c8bc28",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from figures import NONE, Results, interval, span, table
 
 RATIO = ("speedup", "speedup_low", "speedup_high")
@@ -28,27 +30,32 @@ def whole_step_table(results: Results) -> str:
     )
 
 
-FUSION = "fusion-h200.csv"
+ON_GPU, ON_CPU = "fusion-h200.csv", "fusion-cpu.csv"
+MODES = ("backward", "forward", "auto")
 
 
-def fusion_table(results: Results) -> str:
+def fusion_table(name: str) -> Callable[[Results], str]:
     """Write times as fast as the fastest stock form, by case: each mode, and stock against itself."""
-    rows = []
-    for case in dict.fromkeys(row["case"] for row in results.rows(FUSION)):
-        own = {row["mode"]: row for row in results.rows(FUSION, case=case)}
-        stock, again = next((own[mode], row) for mode in own if (row := own.get(f"{mode} (again)")))
-        name = case.split(": ")[1].replace("_", " ")
-        modes = [interval(own[mode], *RATIO) if mode in own else NONE for mode in ("backward", "forward", "auto")]
-        rows.append([name, f"`{stock['mode']}`", f"{float(stock['ms_50']):.1f}", interval(again, *RATIO), *modes])
-    return table(("", "stock", "ms", "the same again", "`backward`", "`forward`", "`auto`"), rows)
+
+    def make(results: Results) -> str:
+        rows = []
+        for case in dict.fromkeys(row["case"] for row in results.rows(name)):
+            own = {row["mode"]: row for row in results.rows(name, case=case)}
+            stock, again = next((own[mode], row) for mode in own if (row := own.get(f"{mode} (again)")))
+            modes = [interval(own[mode], *RATIO) if mode in own else NONE for mode in MODES]
+            rows.append([
+                case.split(": ")[1].replace("_", " "), f"`{stock['mode']}`", f"{float(stock['ms_50']):.1f}",
+                interval(again, *RATIO), *modes,
+            ])  # fmt: skip
+        return table(("", "stock", "ms", "the same again", "`backward`", "`forward`", "`auto`"), rows)
+
+    return make
 
 
-def fusion_span(results: Results, mode: str) -> str:
-    return span(float(row["speedup"]) for row in results.rows(FUSION, mode=mode))
-
-
-def fusion_on_cpu(results: Results) -> str:
-    return span(float(row["speedup"]) for row in results.rows("fusion-cpu-repeats.csv", mode="forward"))
+def fusion_spans(results: Results, name: str) -> str:
+    """Say what each mode gives, over all cases."""
+    spans = {mode: span(float(row["speedup"]) for row in results.rows(name, mode=mode)) for mode in MODES}
+    return ", ".join(f"`{mode}` {words}" for mode, words in spans.items())
 
 
 def gradients_saved(results: Results) -> str:

@@ -20,8 +20,9 @@ from figure_ranks import (
     scale_table,
 )
 from figure_steps import (
-    fusion_on_cpu,
-    fusion_span,
+    ON_CPU,
+    ON_GPU,
+    fusion_spans,
     fusion_table,
     gradients_saved,
     reorder_compile_span,
@@ -73,9 +74,8 @@ def techniques_table(results: Results) -> str:
         ),
         (
             "[`fuse()`](docs/fusion.md)", "eager, `fused=True`",
-            f"`auto` {fusion_span(results, 'auto')}, `forward` {fusion_span(results, 'forward')}, `backward` "
-            f"{fusion_span(results, 'backward')} on a GPU: no gain in time; `forward` {fusion_on_cpu(results)} on two "
-            "CPU cores (an MLP)",
+            "on a GPU " + fusion_spans(results, ON_GPU) + ": no gain in time; on two CPU cores "
+            + fusion_spans(results, ON_CPU),
             f"memory: `backward` saves {gradients_saved(results)} of the gradients of a 1.5-billion-parameter GPT",
         ),
         (
@@ -119,7 +119,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "suite": suite_table,
     "suite-start": start_table,
     "whole-step": whole_step_table,
-    "fusion": fusion_table,
+    "fusion": fusion_table(ON_GPU),
+    "fusion-cpu": fusion_table(ON_CPU),
     "reorder": reorder_table,
     "reorder-compile": reorder_compile_table,
     "data-parallel-resnet50": data_parallel_table("waiting resnet50, 2 ranks"),

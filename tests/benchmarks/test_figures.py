@@ -133,6 +133,13 @@ def test_pages_name_no_results_that_are_gone(figures):
             assert name in there, f"{page.name} names {name}"
 
 
+def test_scripts_name_no_results_that_are_gone(figures):
+    there = figures.Results(ROOT).names()
+    for script in (ROOT / "benchmarks").glob("*.py"):
+        for name in re.findall(r"benchmarks/results/([\w.-]+\.(?:csv|json|txt))", script.read_text()):
+            assert name in there, f"{script.name} names {name}"
+
+
 def test_results_have_no_paths_of_the_machine_they_were_measured_on(figures):
     path = re.compile(r"(?<![\w.])/(?:home|root|tmp|opt|usr|work|mnt|var)/")
     for name in figures.Results(ROOT).names():
