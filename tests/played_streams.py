@@ -6,7 +6,7 @@ result would depend on which of them is faster. So are a use of memory and what 
 freed goes to the stream that it was made on, at once.
 """
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from gradweave.fusion.forward import ForwardEngine
 
 
 class Event:
@@ -69,6 +71,8 @@ class Races(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self._on)
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._keep(tensor))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: id(self.current), raising=False)
 
     def _new_stream(self, device=None, **_):
@@ -83,6 +87,11 @@ class Races(TorchDispatchMode):
             yield
         finally:
             self.current = before
+
+    def _keep(self, tensor):
+        """Sees to it that memory is not used again before streams are through with it: not at all."""
+        kept = tensor.untyped_storage()._cdata
+        self._made = [(on, memory) for on, memory in self._made if memory.cdata != kept]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():  # they were asked before, if it was Python that called
@@ -139,6 +148,13 @@ def _has_memory(value):
     return isinstance(value, nn.Parameter) or type(value) is torch.Tensor
 
 
+def put_updates_on_a_gpu(monkeypatch):
+    """Has forward-fusion launch updates as it does on a GPU, also where it is seen, and lets them be seen."""
+    monkeypatch.setattr("gradweave.fusion.forward._is_watched", lambda: False)
+    monkeypatch.setattr("gradweave.fusion.forward.without_dispatch_modes", nullcontext)
+    run_as_if_on_a_gpu(monkeypatch, ForwardEngine, "_launch", "_make_visible")
+
+
 def run_as_if_on_a_gpu(monkeypatch, cls, *methods):
     """Has methods find parameters there."""
 
@@ -158,4 +174,5 @@ def as_if_on_a_gpu():
     """Context in which parameters say that they are on a GPU; their memory stays where it is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Parameter, "device", property(lambda _: torch.device("cuda")), raising=False)
+        patch.setattr(nn.Parameter, "is_cuda", True, raising=False)
         yield

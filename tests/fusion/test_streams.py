@@ -8,16 +8,12 @@ from torch import optim
 
 from fusion.loops import assert_same, batches, loss_of, make_net
 from gradweave.fusion import fuse
-from gradweave.fusion.forward import ForwardEngine
-from played_streams import Races, run_as_if_on_a_gpu
+from played_streams import Races, put_updates_on_a_gpu
 
 
 @pytest.fixture
 def races(monkeypatch):
-    """Updates are seen, too, and are put off all the same."""
-    monkeypatch.setattr("gradweave.fusion.forward.without_dispatch_modes", nullcontext)
-    monkeypatch.setattr("gradweave.fusion.forward._is_watched", lambda: False)
-    run_as_if_on_a_gpu(monkeypatch, ForwardEngine, "_launch", "_make_visible")
+    put_updates_on_a_gpu(monkeypatch)
     return Races(monkeypatch)
 
 

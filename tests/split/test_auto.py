@@ -83,7 +83,7 @@ def test_both_are_really_tried():
     _, handle = train(tried, STEPS)
     assert handle._trial.chosen is not None
     assert [len(times) for times in handle._trial._times.values()] == [auto.ROUNDS, auto.ROUNDS]
-    assert all(0 < seconds < 10 for times in handle._trial._times.values() for seconds in times)
+    assert all(seconds > 0 for times in handle._trial._times.values() for seconds in times)
     assert handle.most_bytes_held > 0
 
 

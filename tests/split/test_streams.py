@@ -7,20 +7,17 @@ import torch
 from torch import nn, optim
 
 from gradweave.fusion import buckets, fuse
-from gradweave.fusion.forward import ForwardEngine
 from gradweave.split.attach import reorder
 from gradweave.split.handed_on import HandedOn
 from gradweave.split.streams import Beside
-from played_streams import Races, as_if_on_a_gpu, run_as_if_on_a_gpu
+from played_streams import Races, as_if_on_a_gpu, put_updates_on_a_gpu, run_as_if_on_a_gpu
 from split.test_crossing import crossing_costs, net
 
 
 @pytest.fixture
 def races(monkeypatch):
-    """Updates are seen, too."""
-    monkeypatch.setattr("gradweave.fusion.forward.without_dispatch_modes", nullcontext)
-    monkeypatch.setattr("gradweave.fusion.forward._is_watched", lambda: False)
-    run_as_if_on_a_gpu(monkeypatch, ForwardEngine, "_launch", "_make_visible")
+    """With a bucket for each parameter."""
+    put_updates_on_a_gpu(monkeypatch)
     run_as_if_on_a_gpu(monkeypatch, HandedOn, "__init__")
     monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", {"forward": 1, "backward": 1})
     return Races(monkeypatch)
