@@ -106,8 +106,8 @@ def techniques_table(results: Results) -> str:
             f"{best_figures(results, 'autoencoder', ('eva', 'muon', 'adamw'))}; loss of a small GPT "
             f"{best_figures(results, 'text', ('eva', 'muon', 'adamw'))}; accuracy on CIFAR-10 "
             f"{best_figures(results, 'cifar', ('eva', 'sgd', 'adamw'))}",
-            "fewer steps than AdamW's to the same loss, at first-order cost; Muon takes fewer still on short schedules, and "
-            "on CIFAR-10 it is level with SGD",
+            "fewer steps than AdamW's to the same loss, at first-order cost; Muon takes fewer on short schedules "
+            "and it is level with SGD on CIFAR-10",
         ),
     ]  # fmt: skip
     return table(("technique", "against", "times as fast, range", "what it is for"), rows)
