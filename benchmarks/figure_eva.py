@@ -150,3 +150,44 @@ def choices_table(results: Results) -> str:
         [name, *(errors[choice, seed].replace("nan", "diverged") for seed in "01")] for choice, name in CHOICES.items()
     ]
     return table(("", "seed 0", "seed 1"), rows)
+
+
+PHASE_CASES = {
+    "resnet50-64": "ResNet-50, 54 layers", "resnet110-128": "ResNet-110, 110 layers", "gpt2-2x1024": "GPT-2, 48 layers",
+}  # fmt: skip
+
+
+def phases_table(results: Results) -> str:
+    """Write milliseconds of the host by phase of an eager step: of SGD, of SGD again, of ``Eva``."""
+    rows = []
+    for case, name in PHASE_CASES.items():
+        own = {row["mode"]: row for row in results.rows("eva-eager-phases-h200.csv", case=case)}
+        modes = [own[mode] for mode in ("sgd", "sgd (again)", "eva")]
+        phases = ("forward_ms", "backward_ms", "step_ms")
+        rows.append([name, *(", ".join(f"{float(row[phase]):.1f}" for row in modes) for phase in phases)])
+    return table(("", "forward", "backward", "step"), rows)
+
+
+DIRECTIONS = {
+    "eva-f": "none: `EvaF`",
+    "1 left, at least 0.3": "one: `Eva`",
+    "3 left, at least 0.3": "three",
+    "6 left": "six",
+    "orthogonal": "all, behind the mean input's",
+    "orthogonal, no vectors": "all, the mean input left in",
+}
+DIRECTED = {"cifar": ("1000", "0.15"), "text": ("800", "0.03"), "autoencoder": ("300", "0.05")}
+
+
+def directions_table(results: Results) -> str:
+    """Write the test figures of rules that take off so many directions, by task: two seeds each."""
+    rows = []
+    for rule, name in DIRECTIONS.items():
+        cells = []
+        for task, (steps, lr) in DIRECTED.items():
+            found = results.rows("eva-directions-h200.csv", task=task, rule=rule, steps=steps, lr=lr)
+            figures = [float(row["test"]) for row in sorted(found, key=lambda row: row["seed"])]
+            cells.append(", ".join(f"{100 * one:.1f}%" if task == "cifar" else f"{one:.3f}" for one in figures))
+        rows.append([name, *cells])
+    header = ("", "CIFAR-10, 1000 steps, lr 0.15", "GPT, 800 steps, lr 0.03", "autoencoder, 300 steps, lr 0.05")
+    return table(header, rows)

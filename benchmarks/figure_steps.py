@@ -30,6 +30,60 @@ def whole_step_table(results: Results) -> str:
     )
 
 
+WAYS = {
+    "reduce-overhead": ("torch.compile reduce-overhead",),
+    "one CUDA graph": ("torch.compile and fused AdamW in one CUDA graph",),
+    "`compile()` as it was": ("one graph, as it was", "as it was, with clipping"),
+    "coordinate descent tuning": ("coordinate descent tuning",),
+    "autotuned pointwise kernels": ("autotuned pointwise kernels",),
+    "Inductor's own combo kernels": ("Inductor's own combo kernels", "combo kernels, with clipping"),
+    "no reordering for peak memory": ("no reordering for peak memory",),
+    "the same, scalars not shared between updates": ("no reordering; scalars not shared",),
+    "**the same, small kernels combined**, 8 at most": (
+        "the same; small kernels combined, 8 at most", "small kernels combined, 8 at most, with clipping",
+    ),
+    "the same, 24 at most (built in)": ("the same; 24 at most",),
+}  # fmt: skip
+
+
+def ways_table(results: Results) -> str:
+    """Write milliseconds of a step by what was tried, each run's."""
+
+    def ms(case: str, way: str) -> str:
+        rows = results.rows("whole-step-ways-tried-h200.csv", case=case, way=way)
+        return " and ".join(f"{float(row['ms_50']):.2f}" for row in rows) or NONE
+
+    rows = [
+        [name, ms("gpt2-2x1024", ways[0]), ms("gpt2-2x1024", ways[1]) if len(ways) > 1 else NONE,
+         ms("mobilenet_v2-32", ways[0])]
+        for name, ways in WAYS.items()
+    ]  # fmt: skip
+    return table(("way", "GPT-2 2 x 1024", "with clipping", "MobileNetV2"), rows)
+
+
+CONVOLUTION_WAYS = {
+    "torch.compile reduce-overhead": "reduce-overhead",
+    "torch.compile reduce-overhead, cudnn.benchmark off": "the same, without cuDNN's search",
+    "torch.compile and the fused optimizer in one CUDA graph": "one CUDA graph",
+    "compile()": "`compile()`",
+    "Inductor's own combo kernels": "Inductor's own combo kernels",
+    "1x1 convolutions as matrix products": "1x1 convolutions as matrix products",
+    "reordering for peak memory": "reordering for peak memory",
+    "cudnn.benchmark off": "without cuDNN's search",
+    "memory_budget=0.8": "`memory_budget=0.8`",
+}
+
+
+def convolution_ways_table(results: Results) -> str:
+    """Write milliseconds of a step, and MiB, by what was tried on networks of convolutions."""
+    rows = []
+    for way, name in CONVOLUTION_WAYS.items():
+        found = results.rows("whole-step-convolutions-tried-h200.csv", way=way)
+        shown = {row["case"]: f"{float(row['ms_50']):.2f}, {row['peak_mib_steps_2_to_10']}" for row in found}
+        rows.append([name, *(shown.get(case, NONE) for case in ("mobilenet_v2-32", "resnet50-32"))])
+    return table(("way", "MobileNetV2", "ResNet-50"), rows)
+
+
 ON_GPU, ON_CPU = "fusion-h200.csv", "fusion-cpu.csv"
 MODES = ("backward", "forward", "auto")
 

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from claims import CLAIMS, RECORDS, Claim
-from figure_eva import best_figures, choices_table, convergence_table, cost_span, eva_cost_table
+from figure_eva import (
+    best_figures,
+    choices_table,
+    convergence_table,
+    cost_span,
+    directions_table,
+    eva_cost_table,
+    phases_table,
+)
 from figure_ranks import (
     data_parallel_table,
     exposed_table,
@@ -22,6 +30,7 @@ from figure_ranks import (
 from figure_steps import (
     ON_CPU,
     ON_GPU,
+    convolution_ways_table,
     fusion_spans,
     fusion_table,
     gradients_saved,
@@ -29,6 +38,7 @@ from figure_steps import (
     reorder_compile_table,
     reorder_span,
     reorder_table,
+    ways_table,
     whole_step_table,
 )
 from figure_suite import compile_span, start_table, suite_table
@@ -106,8 +116,8 @@ def techniques_table(results: Results) -> str:
             f"{best_figures(results, 'autoencoder', ('eva', 'muon', 'adamw'))}; loss of a small GPT "
             f"{best_figures(results, 'text', ('eva', 'muon', 'adamw'))}; accuracy on CIFAR-10 "
             f"{best_figures(results, 'cifar', ('eva', 'sgd', 'adamw'))}",
-            "fewer steps than AdamW's to the same loss, at first-order cost; Muon takes fewer on short schedules "
-            "and it is level with SGD on CIFAR-10",
+            "fewer steps than AdamW's to the same loss, at first-order cost; Muon takes fewer on short schedules; "
+            "on CIFAR-10 level with SGD",
         ),
     ]  # fmt: skip
     return table(("technique", "against", "times as fast, range", "what it is for"), rows)
@@ -120,6 +130,8 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "suite": suite_table,
     "suite-start": start_table,
     "whole-step": whole_step_table,
+    "whole-step-ways": ways_table,
+    "whole-step-convolutions": convolution_ways_table,
     "fusion": fusion_table(ON_GPU),
     "fusion-cpu": fusion_table(ON_CPU),
     "reorder": reorder_table,
@@ -140,4 +152,6 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "eva-text": convergence_table("text"),
     "eva-cifar": convergence_table("cifar"),
     "eva-cost": eva_cost_table,
+    "eva-phases": phases_table,
+    "eva-directions": directions_table,
 }
