@@ -37,6 +37,7 @@ from gradweave.compat.eager import (
 )
 from gradweave.errors import GradweaveError
 from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
+from gradweave.fusion.handed_out import weights_handed_out
 from gradweave.fusion.hooks import HiddenParams
 from gradweave.fusion.late import LateGradient, settle_gradients, settled
 from gradweave.fusion.norms import NormTracker
@@ -225,11 +226,14 @@ class ForwardEngine:
         """Brings up to date what might be read where a Parameter's class is not consulted.
 
         Compiled modules read all of theirs at once; a module from outside torch may hand its own
-        parameters to a compiled extension; some of torch's compute in another way for parameters of an unknown class.
+        parameters to a compiled extension, or those of torch's modules inside of it; some of torch's
+        compute in another way for parameters of an unknown class.
         """
         whole = is_compiled(module)
         if whole or not type(module).__module__.startswith("torch.nn"):
             params = list(module.parameters(recurse=whole))
+            if not whole:
+                params += weights_handed_out(module)
         else:
             params = weights_looked_at(module)
         if params:

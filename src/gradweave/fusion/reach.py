@@ -44,7 +44,7 @@ def _faults(optimizer: Optimizer) -> Iterator[str]:
     for function in _unwrapped(type(optimizer).step):  # which may have been put into a class of torch
         yield from _faults_of_function(function, seen)
     for owner in type(optimizer).__mro__:
-        if not _is_trusted(owner.__module__):
+        if not is_trusted(owner.__module__):
             yield from _faults_of_class(owner, f"the class attribute {owner.__name__}.", seen)
 
 
@@ -63,15 +63,15 @@ def _faults_of_class(owner: type, named: str, seen: set[int]) -> Iterator[str]:
 def _faults_of_function(function: Any, seen: set[int]) -> Iterator[str]:
     if hasattr(function, "__wrapped__"):
         yield from _faults_of_function(function.__wrapped__, seen)
-    if not isinstance(function, FunctionType) or id(function) in seen or _is_trusted(_home_of(function)):
+    if not isinstance(function, FunctionType) or id(function) in seen or is_trusted(_home_of(function)):
         return
     seen.add(id(function))
     for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield from _faults_of_value(f"a default of {function.__name__}()", default, seen, is_constant=True)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if name != "__class__":
-            yield from _faults_of_value(f"{name!r} of {function.__name__}()", _content_of(cell), seen)
-    for code in _nested(function.__code__):
+            yield from _faults_of_value(f"{name!r} of {function.__name__}()", content_of(cell), seen)
+    for code in nested_code(function.__code__):
         for name in _globals_of(code):
             if name in function.__globals__:
                 # A name in capitals is a constant, by the convention of the language.
@@ -80,16 +80,16 @@ def _faults_of_function(function: Any, seen: set[int]) -> Iterator[str]:
             elif name in _REACHES_ANYTHING:
                 yield f"calls {name}() in its code, and so may use anything"
         for module in _imported_in(code):
-            if not _is_trusted(module):
+            if not is_trusted(module):
                 yield f"imports {module} in its code, of which it cannot be told what a loop changes in it"
 
 
 def _faults_of_value(place: str, value: Any, seen: set[int], *, is_constant: bool = False) -> Iterator[str]:
     if isinstance(value, ModuleType):
-        if not _is_trusted(value.__name__):
+        if not is_trusted(value.__name__):
             yield _uses(place, value)
     elif isinstance(value, type):
-        if not _is_trusted(value.__module__):
+        if not is_trusted(value.__module__):
             yield from _faults_of_class(value, f"{value.__name__}.", seen)
             numbers = [name for name, kept in vars(value).items() if not name.startswith("__") and is_data(kept)]
             if numbers and not issubclass(value, Optimizer):
@@ -127,7 +127,7 @@ def _is_code(value: Any) -> bool:
     if callable(value) and isinstance(unwrap(value), FunctionType):
         return True
     kind = type(value)
-    return (_is_trusted(kind.__module__) and callable(value)) or kind.__module__ == "typing" or cannot_change(value)
+    return (is_trusted(kind.__module__) and callable(value)) or kind.__module__ == "typing" or cannot_change(value)
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:
@@ -144,15 +144,17 @@ def _home_of(function: Any) -> str:
     return str(getattr(function, "__module__", ""))
 
 
-def _is_trusted(module: str | None) -> bool:
+def is_trusted(module: str | None) -> bool:
+    """Whether a module's functions keep nothing, and ask tensors for their class."""
     return (module or "").partition(".")[0] in _TRUSTED
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested_code(constant)
 
 
 def _globals_of(code: CodeType) -> set[str]:
@@ -164,7 +166,8 @@ def _imported_in(code: CodeType) -> set[str]:
     return {step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
 
 
-def _content_of(cell: Any) -> Any:
+def content_of(cell: Any) -> Any:
+    """What a variable of a surrounding function holds; None if nothing yet."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet
