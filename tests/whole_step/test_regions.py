@@ -64,7 +64,9 @@ def train(name, monkeypatch, *, upper=None, device="cpu", **options):
     return losses, model, cuts
 
 
-@pytest.mark.parametrize(("name", "upper"), [("small", 0), ("mlp", 2), ("convolutional", 1), ("gpt", 1)])
+@pytest.mark.parametrize(
+    ("name", "upper"), [("small", 0), ("mlp", 2), ("convolutional", 1), pytest.param("gpt", 1, marks=pytest.mark.slow)]
+)
 def test_pieces_are_the_whole_and_take_the_same_steps(name, upper, monkeypatch):
     losses, model, (made,) = train(name, monkeypatch, upper=upper)
     expected, stock, _ = train(name, monkeypatch, lower="replay")
