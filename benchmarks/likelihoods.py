@@ -15,7 +15,9 @@ from torch import Tensor
 
 
 class Likelihood(Protocol):
-    """A mean loss over cases."""
+    """A mean loss over cases; ``unit`` is about what its second derivatives by a case's outputs are."""
+
+    unit: float
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss."""
@@ -32,6 +34,9 @@ class Likelihood(Protocol):
 
 class SquaredError:
     """The mean square over all elements; that of a Gaussian whose variance is half of a case's elements."""
+
+    def __init__(self, elements: int = 2) -> None:
+        self.unit = 2 / elements
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(outputs, targets)
@@ -51,6 +56,7 @@ class CrossEntropy:
     """The mean cross entropy of logits in the last dimension; label smoothing changes targets alone."""
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.unit = 1.0
         self.label_smoothing = label_smoothing
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -24,8 +24,10 @@ def append(path: Path, rows: list[dict[str, object]]) -> None:
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = fields_of(rows)
-    if not is_new and fields != next(csv.reader(path.open(newline="")), None):
-        raise SystemExit(f"{path} has other columns: give another file")
+    if not is_new:
+        with path.open(newline="") as file:
+            if fields != next(csv.reader(file), None):
+                raise SystemExit(f"{path} has other columns: give another file")
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, fields)
         if is_new:
