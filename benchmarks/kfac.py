@@ -154,7 +154,8 @@ class KFAC:
         cases, keep = self.likelihood.cases(outputs), min(1 - 1 / self.steps, self.decay)
         for block, gradient in zip(self.blocks, found, strict=False):
             ((x, _),) = block.caught
-            rows, gradient_rows = block.rows(x.to(gradient.dtype)), block.gradient_rows(gradient)
+            dtype = block.params[0].dtype  # under autocast both are of a lower one, in which nothing can be inverted
+            rows, gradient_rows = block.rows(x.to(dtype)), block.gradient_rows(gradient.to(dtype))
             block.inputs = _blend(block.inputs, rows.t() @ rows / len(rows), keep)
             block.outputs = _blend(block.outputs, gradient_rows.t() @ gradient_rows * cases, keep)
             block.caught.clear()

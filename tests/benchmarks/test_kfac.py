@@ -8,6 +8,7 @@ from kfac import KFAC
 from likelihoods import CrossEntropy, SquaredError
 from torch import nn
 
+from gradweave.zoo import GPT
 from reference.kfac import SlowKFAC
 
 CASES = 12
@@ -140,6 +141,27 @@ def test_running_statistics_are_those_of_training_alone():
     stock(x)
     assert torch.equal(model[1].running_mean, stock[1].running_mean)
     assert int(model[1].num_batches_tracked) == 1
+
+
+def test_steps_under_autocast_are_about_those_without():
+    """Through attention, which has no derivative along a direction but in its plain form."""
+
+    def in_half(call, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return call(x).float()
+
+    torch.manual_seed(0)
+    stock = GPT(vocabulary=11, width=8, blocks=1, heads=2, tokens=6)
+    half = copy.deepcopy(stock)
+    tokens = torch.randint(0, 11, (16, 7))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    optimizers = KFAC(stock, CrossEntropy(), damping=3.0), KFAC(half, CrossEntropy(), damping=3.0, forward=in_half)
+    before = stock.head.weight.detach().clone()
+    for _ in range(4):
+        for optimizer in optimizers:
+            optimizer.step(*batch)
+    moved = stock.head.weight - before
+    assert (half.head.weight - stock.head.weight).norm() < 0.1 * moved.norm()
 
 
 def test_a_layer_that_is_applied_twice_is_refused():
