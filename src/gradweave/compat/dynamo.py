@@ -14,6 +14,15 @@ outside_of_graphs: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[
 only when it is called."""
 
 
+def between_graphs(function: Any) -> Any:
+    """Decorate a function that runs as it is, while what it calls may be compiled; its first call imports Dynamo.
+
+    Dynamo takes up a function again behind each of its graphs, in the middle of a ``with``, and can take one context
+    for another there.
+    """
+    return torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]
+
+
 def call_before_compiling(callback: Callable[..., None]) -> None:
     """Has a function called whenever Dynamo is about to look at a frame; once, however often this is asked for.
 

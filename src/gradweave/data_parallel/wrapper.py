@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gradweave.announce import announce
 from gradweave.changes import Changes
 from gradweave.compat.distributed import end_group
+from gradweave.compat.dynamo import between_graphs
 from gradweave.compat.eager import flat_leaves, no_torch_function
 from gradweave.data_parallel.buffers import BufferSharing
 from gradweave.data_parallel.checks import check, describe_model, refuse_averager, share_state
@@ -162,6 +163,7 @@ class DataParallel(nn.Module):
 
     # What users call
 
+    @between_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         if self._reducer is None:
