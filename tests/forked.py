@@ -7,7 +7,10 @@ from functools import cache
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
-_IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "gradweave", "gradweave.optim"]
+_IMPORTED = [
+    "torch", "torch.distributed", "torch._dynamo", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd",
+    "gradweave", "gradweave.optim",
+]  # fmt: skip
 
 
 @cache
