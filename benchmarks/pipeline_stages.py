@@ -10,12 +10,15 @@ twice, and resume: settings that the results hold are left out. ``simulate``: no
 one device at a time, and blocks are tiled to deeper models.
 
 Plans and predictions count the link as measured between two ranks; ``free_link`` columns have one that costs nothing.
+``best_stock`` is the fastest of torch's schedules in a setting, and ``over_best_stock`` how many times as fast as that
+a variant is, by rounds. ``COMMIT`` in the environment is what the results name as measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,9 +32,12 @@ from pipeline_simulated import simulate
 from tables import append, read
 
 from gradweave.compare.run import environment
+from gradweave.compare.statistics import paired_ratio
 
 HERE = Path(__file__).parent
 GPIPE, AGAIN, RIVAL = "gpipe", "gpipe (again)", "interleaved_zero_bubble"
+STOCK = (GPIPE, "one_f_one_b", RIVAL, "zbv")
+"""Torch's schedules."""
 ROUNDS = {"emulated": 5, "real": 7}
 EMULATED = [{"ranks": ranks, "layers": 24, "microbatches": microbatches} for ranks in (4, 8) for microbatches in (4, 8)]
 REAL = [
@@ -88,6 +94,7 @@ def variants(ranks: Ranks, count: int, microbatches: int, *, group: int | None) 
         "fast_forward": {"policy": "fast_forward"},
         "modulo": {"policy": "modulo", "group": group},
         RIVAL: {"policy": RIVAL, "group": group},
+        "zbv": {"policy": "zbv"},
     }
     if microbatches < count:
         del options["one_f_one_b"]
@@ -115,8 +122,10 @@ def run(setting: dict[str, Any], kind: str, results: Path, rounds: int) -> None:
                 if number:
                     times[name].append(max(answer["seconds"] for answer in found))
     base = times[GPIPE]
+    best = fastest({name: times[name] for name in STOCK if name in times})
     rows = []
     for name, seconds in times.items():
+        over = paired_ratio(times[best], seconds)
         low, middle, high = (statistics.quantiles(seconds, n=10)[i] for i in (1, 4, 7))
         ratios = [one / own for one, own in zip(base, seconds, strict=True)]
         predicted = made[GPIPE]["predicted"] / made[name]["predicted"]
@@ -126,15 +135,22 @@ def run(setting: dict[str, Any], kind: str, results: Path, rounds: int) -> None:
             "setting": key(setting), "compute": label, "variant": name,
             "ms_20": round(1e3 * low, 1), "ms_50": round(1e3 * middle, 1), "ms_80": round(1e3 * high, 1),
             "times_as_fast": round(measured, 4), "lowest": round(min(ratios), 4), "highest": round(max(ratios), 4),
+            "best_stock": best, "over_best_stock": round(over.value, 4), "over_best_stock_low": round(over.low, 4),
+            "over_best_stock_high": round(over.high, 4),
             "predicted_ms": round(1e3 * made[name]["predicted"], 1), "predicted_times_as_fast": round(predicted, 4),
             "free_link_times_as_fast": round(ideal, 4),
             "share_of_free_link_excess": round((measured - 1) / (ideal - 1), 3) if ideal > 1.001 else "",
             "predicted_peak_bytes": made[name]["peak"], "layers_per_stage": made[name]["group"], "rounds": rounds,
-            **environment(torch.device("cpu")),
+            **environment(torch.device("cpu")), "commit": os.environ.get("COMMIT", ""),
         })  # fmt: skip
         print({field: rows[-1][field] for field in ("setting", "variant", "ms_50", "times_as_fast",
-                                                    "predicted_times_as_fast")})  # fmt: skip
+                                                    "over_best_stock", "predicted_times_as_fast")})  # fmt: skip
     append(results, rows)
+
+
+def fastest(times: dict[str, list[float]]) -> str:
+    """Name the variant with the least median."""
+    return min(times, key=lambda name: statistics.median(times[name]))
 
 
 def key(setting: dict[str, Any]) -> str:
