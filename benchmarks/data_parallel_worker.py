@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -103,10 +104,14 @@ class Variant:
         plain, self.loss = make(model, seconds)
         self.optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9)
         self.model: nn.Module = plain
-        if way == "ddp":
-            self.model = DistributedDataParallel(plain, **options)
-        elif way == "ours":
-            self.model = DataParallel(plain, self.optimizer, **options)
+        if way.startswith("ddp"):
+            self.model = wrapped = DistributedDataParallel(plain, **options)
+            if way == "ddp_bf16":
+                # torch's own hook, behind a name for which DDP does not insist on NCCL.
+                wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+        elif way.startswith("ours"):
+            reduced = torch.bfloat16 if way == "ours_bf16" else None
+            self.model = DataParallel(plain, self.optimizer, reduce_dtype=reduced, **options)
 
     def steps(self, count: int) -> tuple[float, float]:
         """Seconds of a step from beginning to beginning, and the last loss."""
@@ -142,7 +147,7 @@ def predict(model: str, seconds: float, megabits: float, bucket_bytes: int, defa
     agreed = [watch.close()]
     dist.broadcast_object_list(agreed, 0)
     costs = agreed[0]
-    measured = measure_link(None, torch.device("cpu"))
+    measured = measure_link(None, torch.device("cpu"), sum(c.parameter_bytes for c in costs.layers))
     burden = 0.0 if model.startswith("waiting") else measured.device_seconds  # waiting takes no core
     link = Link(megabits * 1e6 / 8, measured.latency, burden)
     ranks = dist.get_world_size()
