@@ -1,6 +1,6 @@
 """``DataParallel`` against the best DistributedDataParallel over the links of ``data_parallel_link.py``. Needs root.
 
-    sudo COMMIT=... python benchmarks/data_parallel_stock.py --results benchmarks/results/data-parallel-stock.csv
+    sudo COMMIT=... python benchmarks/data_parallel_stock.py --results FILE
 
 For each setting and ratio r of communication to computation, sizes of DDP's buckets are ranked first, in short turns:
 the size of our messages, DDP's default and others between; the least is halved, and the greatest doubled, while it is
