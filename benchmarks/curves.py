@@ -8,7 +8,7 @@ import torch
 from step_variants import loss_of
 
 import gradweave
-from gradweave.zoo import GPT
+from gradweave.compare.models import GPT
 
 STEPS, BATCH, LENGTH = 300, 16, 256
 

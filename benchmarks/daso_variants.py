@@ -17,7 +17,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from gradweave.daso import DASO
+from gradweave.parallel.daso import DASO
 
 PERIOD = 4
 OUTER_PERIOD, OUTER_LR, OUTER_MOMENTUM = 16, 0.7, 0.9

@@ -16,14 +16,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from gradweave.data_parallel import DataParallel
-from gradweave.data_parallel.choosing import simulate
-from gradweave.data_parallel.held_back import Watched
-from gradweave.data_parallel.layers import UseOrder
-from gradweave.data_parallel.watch import StepWatch, measure_link
+from gradweave.compare.models import GPT, ResNet18
+from gradweave.parallel.data_parallel import DataParallel
+from gradweave.parallel.data_parallel.autotune import simulate
+from gradweave.parallel.data_parallel.messages import UseOrder
+from gradweave.parallel.data_parallel.reverse_first_k import Watched
+from gradweave.parallel.data_parallel.step_costs import StepWatch, measure_link
+from gradweave.reordering.queue import WeightGradientQueue
 from gradweave.schedule import Link, network
-from gradweave.split.queue import WeightGradientQueue
-from gradweave.zoo import GPT, ResNet18
 
 LEADING_STEPS = 3
 """Of a turn, not counted: what the turn before has left behind, and the first overlap."""

@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 from turns import AGAIN, Child, ready_ones, serve, take_turns
 
 import gradweave
+from gradweave.compare.models import GPT
 from gradweave.compare.run import environment
 from gradweave.compare.statistics import percentiles
 from gradweave.optim import Eva, EvaF
-from gradweave.zoo import GPT
 
 BYTES_PER_SECOND = 4.3e12
 """What an H200 was measured to move."""

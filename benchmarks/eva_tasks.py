@@ -20,7 +20,7 @@ from likelihoods import CrossEntropy, Likelihood, SquaredError
 from torch import nn
 
 from gradweave.compare.data import digits
-from gradweave.zoo import GPT, Autoencoder
+from gradweave.compare.models import GPT, Autoencoder
 
 Batch = tuple[torch.Tensor, ...]
 

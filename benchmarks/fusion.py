@@ -125,7 +125,7 @@ MEMORY_CASE = """
 import sys, torch
 from torch.nn import functional
 from gradweave import fuse
-from gradweave.zoo import GPT
+from gradweave.compare.models import GPT
 mode, autocast = sys.argv[1], sys.argv[2] == "bfloat16"
 torch.backends.cuda.matmul.allow_tf32 = True
 torch.manual_seed(0)

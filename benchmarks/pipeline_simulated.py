@@ -9,9 +9,9 @@ from typing import Any
 from tables import append, read
 
 from gradweave.errors import GradweaveError
-from gradweave.pipeline.choice import Plan, Settings, choose
-from gradweave.pipeline.prediction import predict
-from gradweave.pipeline.programs import POLICIES
+from gradweave.parallel.pipeline.planner import Plan, Settings, choose
+from gradweave.parallel.pipeline.prediction import predict
+from gradweave.parallel.pipeline.programs import POLICIES
 from gradweave.schedule import Costs, LayerCost, Link, Timeline, save_timelines
 
 SIZES = ((8, 24), (16, 48), (48, 96))

@@ -16,11 +16,11 @@ from torch import nn
 from torch.autograd import Function
 from torch.nn import functional
 
-from gradweave.pipeline import Pipeline, measure_layers
-from gradweave.pipeline.choice import Settings, choose
-from gradweave.pipeline.costs import by_layer
+from gradweave.compare.models.gpt import _Block as CausalBlock
+from gradweave.parallel.pipeline import Pipeline, measure_layers
+from gradweave.parallel.pipeline.costs import by_layer
+from gradweave.parallel.pipeline.planner import Settings, choose
 from gradweave.schedule import Costs, LayerCost
-from gradweave.zoo.gpt import _Block as CausalBlock
 
 WIDTH = 64
 """Of the layers that wait: small, so that what they do besides waiting is little."""

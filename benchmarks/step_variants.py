@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import gradweave
 from gradweave.compare.data import token_sequences
-from gradweave.zoo import GPT
+from gradweave.compare.models import GPT
 
 CUDA = torch.device("cuda")
 

@@ -12,7 +12,7 @@ from stock import STOCK, Batch, LossFn, OptimizerName
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradweave.zoo import GPT, MLP
+from gradweave.compare.models import GPT, MLP
 
 OURS = ("gradweave.compile", "gradweave.fuse")
 _LARGE = ("compile_reduce_overhead", "compile_max_autotune", "graph_compile", "whole")

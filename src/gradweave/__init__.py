@@ -9,15 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradweave.daso import DASO
-    from gradweave.data_parallel import DataParallel
+    from gradweave.compiler import compile
     from gradweave.errors import GradweaveError
     from gradweave.fusion import fuse
     from gradweave.optim import Eva, EvaF, EvaS
-    from gradweave.pipeline import Pipeline
+    from gradweave.parallel.daso import DASO
+    from gradweave.parallel.data_parallel import DataParallel
+    from gradweave.parallel.pipeline import Pipeline
+    from gradweave.reordering import reorder
     from gradweave.schedule import Schedule, TaskGraph, Timeline, plan
-    from gradweave.split import reorder
-    from gradweave.whole_step import compile
 
 __version__ = "0.1.0"
 
@@ -27,20 +27,20 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "DASO": "gradweave.daso",
-    "DataParallel": "gradweave.data_parallel",
+    "DASO": "gradweave.parallel.daso",
+    "DataParallel": "gradweave.parallel.data_parallel",
     "Eva": "gradweave.optim",
     "EvaF": "gradweave.optim",
     "EvaS": "gradweave.optim",
     "GradweaveError": "gradweave.errors",
-    "Pipeline": "gradweave.pipeline",
+    "Pipeline": "gradweave.parallel.pipeline",
     "Schedule": "gradweave.schedule",
     "TaskGraph": "gradweave.schedule",
     "Timeline": "gradweave.schedule",
-    "compile": "gradweave.whole_step",
+    "compile": "gradweave.compiler",
     "fuse": "gradweave.fusion",
     "plan": "gradweave.schedule",
-    "reorder": "gradweave.split",
+    "reorder": "gradweave.reordering",
 }
 
 

@@ -8,7 +8,7 @@ from kfac import KFAC
 from likelihoods import CrossEntropy, SquaredError
 from torch import nn
 
-from gradweave.zoo import GPT
+from gradweave.compare.models import GPT
 from reference.kfac import SlowKFAC
 
 CASES = 12

@@ -1,6 +1,6 @@
 import pytest
 
-from gradweave.fusion import buckets
+from gradweave._runtime import buckets
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradweave import announce
+from gradweave import _logging
 from gradweave.fusion import fuse
 
 
@@ -86,4 +86,4 @@ def adamw(model):
 
 def announce_again():
     """What has been said once in this process may be said again."""
-    announce._log_once.cache_clear()
+    _logging._log_once.cache_clear()

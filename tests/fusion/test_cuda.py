@@ -5,7 +5,8 @@ import torch
 from torch import nn, optim
 
 from fusion.loops import assert_same, batches, loss_of, make_net
-from gradweave.fusion import buckets, fuse
+from gradweave._runtime import buckets
+from gradweave.fusion import fuse
 
 pytestmark = pytest.mark.gpu
 MODES = ("backward", "forward")

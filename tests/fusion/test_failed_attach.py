@@ -6,7 +6,7 @@ from torch import nn
 
 from fusion.loops import adamw, assert_same, batches, loss_of, make_net, train
 from gradweave.errors import ArgumentError
-from gradweave.fusion import attach, fuse
+from gradweave.fusion import api, fuse
 
 REGISTERS = [
     (nn.Module, "register_forward_pre_hook"),
@@ -53,8 +53,8 @@ def test_nothing_is_left_behind_wherever_it_fails(monkeypatch, mode):
 
     for owner, name in REGISTERS:
         monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
-    mark = attach.mark_fused
-    monkeypatch.setattr(attach, "mark_fused", lambda o, f: failing(mark)(o, f) if f is not None else mark(o, f))
+    mark = api.mark_fused
+    monkeypatch.setattr(api, "mark_fused", lambda o, f: failing(mark)(o, f) if f is not None else mark(o, f))
     fails_at = 0
     failures = 0
     while True:

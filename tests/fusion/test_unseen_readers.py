@@ -15,8 +15,9 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from fusion.loops import adamw, announce_again, assert_same, batches, loss_of, make_net
+from gradweave._runtime import buckets
 from gradweave.errors import GradweaveError
-from gradweave.fusion import auto, buckets, fuse
+from gradweave.fusion import auto, fuse
 
 LONG = 1 + 2 * auto.ROUNDS * (auto.WARM_UP_STEPS + auto.TIMED_STEPS) + 4
 

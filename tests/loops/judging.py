@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 import gradweave
 from gradweave.errors import GradweaveError
+from gradweave.reordering.api import Reordering, layer_names, reorder
+from gradweave.reordering.auto import Trial
+from gradweave.reordering.lanes import InLine
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
-from gradweave.split.attach import Reordering, layer_names, reorder
-from gradweave.split.auto import Trial
-from gradweave.split.streams import InLine
 from loops.odd_loops import Loop, Run, batch_of
 from loops.subjects import Failure
 

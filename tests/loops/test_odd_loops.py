@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from gradweave.fusion import auto, buckets
-from gradweave.split import auto as split_auto
+from gradweave._runtime import buckets
+from gradweave.fusion import auto
+from gradweave.reordering import auto as split_auto
 from loops.judging import TECHNIQUES, check, clock
 from loops.odd_loops import loops
 

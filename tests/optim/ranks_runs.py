@@ -5,9 +5,9 @@ import torch.distributed as dist
 from torch import nn
 
 from gradweave import compile as compile_step
+from gradweave._runtime.replicas import ReplicaError
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim import Eva, EvaF
-from gradweave.replicas import ReplicaError
 from optim.models import loss_of, make_mlp, rows, train, weights
 from ranks import agree_and_leave
 

@@ -604,9 +604,13 @@ def test_what_is_no_number_is_refused_and_leaves_no_hook(cls, arguments, message
     assert not any(module._forward_hooks for module in model.modules())
 
 
-FAILING = ["gradweave.optim.eva.FusedStep", "gradweave.optim.eva._CapturedVectors._attach",
-           "gradweave.optim.family.VectorOptimizer.add_param_group", "gradweave.optim.coverage.watch_projections",
-           "gradweave.optim.family.VectorOptimizer._enlist"]  # fmt: skip
+FAILING = [
+    "gradweave.optim.eva.FusedStep",
+    "gradweave.optim.eva._CapturedVectors._attach",
+    "gradweave.optim.base.VectorOptimizer.add_param_group",
+    "gradweave.optim.statistics.coverage.watch_projections",
+    "gradweave.optim.base.VectorOptimizer._enlist",
+]
 
 
 @pytest.mark.parametrize("failing", FAILING)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn, optim
 
+from gradweave._runtime import buckets
 from gradweave.errors import ArgumentError
-from gradweave.fusion import buckets, fuse
+from gradweave.fusion import fuse
 from gradweave.optim import Eva, EvaF, EvaS
 from optim.models import images, loss_of, make_conv, make_mlp, rows, weights
 

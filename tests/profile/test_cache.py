@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from gradweave import announce
+from gradweave import _logging
 from gradweave.errors import ArgumentError
 from gradweave.profile import cache, cached_costs
 from gradweave.schedule.costs import Costs
@@ -23,7 +23,7 @@ def setting(width=4, rows=2, dtype=torch.float32, make=optim.SGD, **form):
 @pytest.fixture
 def measured(monkeypatch):
     """Counts measurements."""
-    announce._log_once.cache_clear()
+    _logging._log_once.cache_clear()
     made = []
 
     def measure(*_, **__):

@@ -7,7 +7,7 @@ from torch import nn, optim
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
-from gradweave import announce, plan
+from gradweave import _logging, plan
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.profile import measure, measure_costs
 from gradweave.schedule.builders import single
@@ -125,7 +125,7 @@ def test_a_step_that_cannot_be_seen_is_traced(caplog):
         made[:100] = model(x[:100])
         return F.mse_loss(made, y)
 
-    announce._log_once.cache_clear()
+    _logging._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="gradweave"):
         costs = measure_costs(model, in_parts, optimizer, batch, rounds=1)
     assert any("the step is traced" in message for message in caplog.messages)

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gradweave
-from gradweave.compat.calls import EveryCall, EveryResult
+from gradweave._compat.dispatch import EveryCall, EveryResult
+from gradweave.compare.models import GPT, MobileNetV2, ResNet18
 from gradweave.errors import GradweaveError
 from gradweave.profile.operations import UnseenError, differentiate, record_operations
 from gradweave.schedule.tasks import Kind
-from gradweave.zoo import GPT, MobileNetV2, ResNet18
 
 DEVICES = [
     "cpu",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.pipeline import Pipeline
+from gradweave.parallel.pipeline import Pipeline
 from gradweave.schedule.tasks import Kind
 
 MICROBATCHES = 2

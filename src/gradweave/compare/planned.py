@@ -7,13 +7,13 @@ from dataclasses import replace
 import torch
 
 from gradweave.compare.trial import Trial
+from gradweave.reordering import Reordering, reorder
+from gradweave.reordering.api import layer_names
+from gradweave.reordering.executor import Planned
+from gradweave.reordering.lanes import InLine
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.tasks import Kind
 from gradweave.schedule.timeline import Span, Timeline
-from gradweave.split import Reordering, reorder
-from gradweave.split.attach import layer_names
-from gradweave.split.placement import Planned
-from gradweave.split.streams import InLine
 
 _STEPS = 4
 

@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave.compare.piped import PipedStep
-from gradweave.daso import DASO
-from gradweave.data_parallel import DataParallel
+from gradweave.compiler import Step, compile
 from gradweave.errors import ArgumentError
 from gradweave.fusion import Fusion, fuse
 from gradweave.optim import Eva, EvaF, EvaS
-from gradweave.split import Reordering, reorder
-from gradweave.whole_step import Step, compile
+from gradweave.parallel.daso import DASO
+from gradweave.parallel.data_parallel import DataParallel
+from gradweave.reordering import Reordering, reorder
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9),

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from gradweave.compare.data import digits, images, token_sequences
 from gradweave.compare.model_errors import described, errors_of_model
+from gradweave.compare.models import GPT, MLP, Autoencoder, MobileNetV2, ResNet18
 from gradweave.errors import ArgumentError
-from gradweave.zoo import GPT, MLP, Autoencoder, MobileNetV2, ResNet18
 
 _STORED_BATCHES = 8
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

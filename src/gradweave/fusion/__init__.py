@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from gradweave.fusion.attach import Fusion, fuse, fusions_of
+from gradweave.fusion.api import Fusion, fuse, fusions_of
 
 __all__ = ["Fusion", "fuse", "fusions_of"]

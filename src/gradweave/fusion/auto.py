@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.announce import announce
-from gradweave.compat.eager import is_being_traced
+from gradweave._compat.eager import is_being_traced
+from gradweave._logging import announce
+from gradweave._runtime.module_hook import ModuleHook
 from gradweave.fusion.backward import BackwardEngine
 from gradweave.fusion.forward import ForwardEngine
-from gradweave.fusion.norms import NormTracker
-from gradweave.fusion.observe import LoopObserver
-from gradweave.fusion.readers import TRACED, why_never
-from gradweave.module_hook import ModuleHook
+from gradweave.fusion.grad_norm import NormTracker
+from gradweave.fusion.loop_observer import LoopObserver
+from gradweave.fusion.unseen_readers import TRACED, why_never
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 4

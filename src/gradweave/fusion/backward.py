@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.compat.eager import at_end_of_backward, current_backward, gradient_hooks, storage_users
+from gradweave._compat.eager import at_end_of_backward, current_backward, gradient_hooks, storage_users
+from gradweave._runtime.buckets import Bucket, make_buckets, same_groups, same_objects
+from gradweave._runtime.deferred.forbidden import GradientGuard, guard_gradient
+from gradweave._runtime.deferred.late import settle_gradients
+from gradweave._runtime.replicas import digest
 from gradweave.errors import GradweaveError
-from gradweave.fusion.beside import UpdatesBeside
-from gradweave.fusion.buckets import Bucket, make_buckets, same_groups, same_objects
-from gradweave.fusion.guard import GradientGuard, guard_gradient
-from gradweave.fusion.hooks import HiddenParams
-from gradweave.fusion.late import settle_gradients
-from gradweave.fusion.norms import NormTracker
-from gradweave.fusion.stepping import FrozenStep, PartialStepper, mark_written, no_autocast
-from gradweave.replicas import digest
+from gradweave.fusion.grad_norm import NormTracker
+from gradweave.fusion.optimizer_step import FrozenStep, PartialStepper, mark_written, no_autocast
+from gradweave.fusion.side_stream import UpdatesBeside
+from gradweave.fusion.step_hooks import HiddenParams
 
 _MOST_BUCKETS = 24
 """On a GPU: so that about a twenty-fourth of the gradients is alive at a time."""

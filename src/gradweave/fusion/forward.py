@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.announce import announce
-from gradweave.compat.dynamo import call_before_compiling, not_compiling, stop_calling_before_compiling
-from gradweave.compat.eager import (
+from gradweave._compat.dynamo import call_before_compiling, not_compiling, stop_calling_before_compiling
+from gradweave._compat.eager import (
     flat_leaves,
     function_modes,
     in_function_transform,
@@ -35,13 +34,10 @@ from gradweave.compat.eager import (
     without_dispatch_modes,
     without_new_function_modes,
 )
-from gradweave.errors import GradweaveError
-from gradweave.fusion.buckets import Bucket, make_buckets, same_groups
-from gradweave.fusion.handed_out import weights_handed_out
-from gradweave.fusion.hooks import HiddenParams
-from gradweave.fusion.late import LateGradient, settle_gradients, settled
-from gradweave.fusion.norms import NormTracker
-from gradweave.fusion.pending import (
+from gradweave._logging import announce
+from gradweave._runtime.buckets import Bucket, make_buckets, same_groups
+from gradweave._runtime.deferred.late import LateGradient, settle_gradients, settled
+from gradweave._runtime.deferred.pending import (
     PendingState,
     accumulate,
     accumulated,
@@ -52,8 +48,11 @@ from gradweave.fusion.pending import (
     show,
     shown_gradient,
 )
-from gradweave.fusion.readers import COMPILED, TRACED, Ownership, outside_of_compiled, weights_looked_at, why_never
-from gradweave.fusion.stepping import (
+from gradweave._runtime.module_hook import ModuleHook
+from gradweave.errors import GradweaveError
+from gradweave.fusion.compiled_callees import weights_handed_out
+from gradweave.fusion.grad_norm import NormTracker
+from gradweave.fusion.optimizer_step import (
     PartialStepper,
     begins_whole,
     can_be_frozen,
@@ -62,9 +61,17 @@ from gradweave.fusion.stepping import (
     step_of,
     with_default_type,
 )
-from gradweave.fusion.threads import TrainingThread
-from gradweave.fusion.updates import Update, await_late, restrict
-from gradweave.module_hook import ModuleHook
+from gradweave.fusion.step_hooks import HiddenParams
+from gradweave.fusion.training_thread import TrainingThread
+from gradweave.fusion.unseen_readers import (
+    COMPILED,
+    TRACED,
+    Ownership,
+    outside_of_compiled,
+    weights_looked_at,
+    why_never,
+)
+from gradweave.fusion.update import Update, await_late, restrict
 
 _MOST_BUCKETS = 3
 """On a GPU: the updates are launched one after the other anyway, and each launch costs the host."""

@@ -12,22 +12,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.compiler import is_compiling
 
-from gradweave.announce import announce
-from gradweave.compat.eager import watchers
-from gradweave.compat.optim import zero_all
-from gradweave.compat.tracing import is_traced_to_operations
+from gradweave._compat.eager import watchers
+from gradweave._compat.foreach import zero_all
+from gradweave._compat.tracing import is_traced_to_operations
+from gradweave._logging import announce
+from gradweave._runtime.claims import is_in_compiled_step, pipeline_part
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.marks import is_in_compiled_step, pipeline_part
-from gradweave.optim.apply import is_plain, look_ahead, new_momentum, times
-from gradweave.optim.begun import Other
-from gradweave.optim.capture import Catching, Masked
-from gradweave.optim.coverage import Capture, CoveredLayer
-from gradweave.optim.exchange import average_records
-from gradweave.optim.family import COPY, Layer, VectorOptimizer, loss_scale, parameters_of
-from gradweave.optim.first_backward import FirstBackward
-from gradweave.optim.fused import FusedStep, is_capturing, is_fusible
+from gradweave.optim.averaging import DEFAULT, Alike, Ranks
+from gradweave.optim.base import COPY, Layer, VectorOptimizer, loss_scale, parameters_of
+from gradweave.optim.deferred_step import Other
 from gradweave.optim.hyperparameters import Given, Mode, check_hyperparameters
-from gradweave.optim.ranks import DEFAULT, Alike, Ranks
+from gradweave.optim.kernels.step import FusedStep, is_capturing, is_fusible
 from gradweave.optim.rules import (
     AUTHORS,
     INPUTS,
@@ -40,6 +35,11 @@ from gradweave.optim.rules import (
     Number,
     direction,
 )
+from gradweave.optim.statistics.coverage import Capture, CoveredLayer
+from gradweave.optim.statistics.first_backward import FirstBackward
+from gradweave.optim.statistics.hooks import Catching, Masked
+from gradweave.optim.update import is_plain, look_ahead, new_momentum, times
+from gradweave.optim.vector_exchange import average_records
 
 REFERENCE_SAMPLES = 16
 """What the authors' code looks at."""

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from gradweave.errors import ArgumentError
-from gradweave.optim.apply import is_plain, new_momentum, wide_dtype
-from gradweave.optim.family import Layer, VectorOptimizer, parameters_of
+from gradweave.optim.base import Layer, VectorOptimizer, parameters_of
 from gradweave.optim.hyperparameters import Given, Mode
 from gradweave.optim.rules import (
     AUTHORS,
@@ -25,6 +24,7 @@ from gradweave.optim.rules import (
     direction,
     ratio,
 )
+from gradweave.optim.update import is_plain, new_momentum, wide_dtype
 
 OURS = {"lr": 0.01, "damping": 0.3, "running_average": 0.1}
 

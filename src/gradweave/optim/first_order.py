@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradweave.optim.apply import new_momentum, wide_dtype
+from gradweave.optim.update import new_momentum, wide_dtype
 
 SGD, ADAMW = "sgd", "adamw"
 RULES = (SGD, ADAMW)

@@ -21,8 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gradweave
-from gradweave.announce import announce
-from gradweave.compat.eager import flat_leaves
+from gradweave._compat.eager import flat_leaves
+from gradweave._logging import announce
 from gradweave.errors import ArgumentError
 from gradweave.profile.measure import ROUNDS, Progress, measure_costs
 from gradweave.schedule.costs import Costs

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave.announce import announce
-from gradweave.compat.eager import flat_leaves, hooks_suspended
+from gradweave._compat.eager import flat_leaves, hooks_suspended
+from gradweave._logging import announce
+from gradweave._runtime.dry_run import random_numbers_kept
+from gradweave.compiler.api import compile, placed
+from gradweave.compiler.checks import check_step
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.profile.beside import Calls, captured_seconds, scale_to, with_shares
 from gradweave.profile.operations import differentiate, record_operations
+from gradweave.profile.overlap import Calls, captured_seconds, scale_to, with_shares
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
-from gradweave.unseen import random_numbers_kept
-from gradweave.whole_step.checks import check_step
-from gradweave.whole_step.recording import Mark
-from gradweave.whole_step.step import compile, placed
+from gradweave.step_graph.recording import Mark
 
 ROUNDS = 3
 _UPDATES = 5

@@ -15,13 +15,13 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradweave.compat.calls import EveryResult
+from gradweave._compat.dispatch import EveryResult
+from gradweave.compiler.api import loss_and_more
+from gradweave.compiler.passes.placement import split_convolutions_of
+from gradweave.compiler.trace import changed_by, note_phase
 from gradweave.errors import GradweaveError
-from gradweave.whole_step.passes import split_convolutions_of
-from gradweave.whole_step.recording import Mark, run_graph
-from gradweave.whole_step.step import loss_and_more
-from gradweave.whole_step.tasks import module_names, tasks_among
-from gradweave.whole_step.trace import changed_by, note_phase
+from gradweave.step_graph.recording import Mark, run_graph
+from gradweave.step_graph.tasks import module_names, tasks_among
 
 _aten = torch.ops.aten
 _UNWRITTEN = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from gradweave.errors import ArgumentError
 from gradweave.schedule.builders import DEVICE
 from gradweave.schedule.graph import TaskGraph
-from gradweave.schedule.greedy import link_lanes
+from gradweave.schedule.list_scheduling import link_lanes
 from gradweave.schedule.policies.one_device import MAIN, backward, forward, stream, updates
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Buffer, Kind, Task

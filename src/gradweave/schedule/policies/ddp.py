@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from gradweave.schedule.graph import TaskGraph
-from gradweave.schedule.greedy import link_lanes
+from gradweave.schedule.list_scheduling import link_lanes
 from gradweave.schedule.policies.one_device import MAIN, backward, forward, stream, updates
-from gradweave.schedule.rewrite import bucket
 from gradweave.schedule.schedule import Schedule
+from gradweave.schedule.transforms import bucket
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20
 """DistributedDataParallel's default."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradweave.schedule.graph import TaskGraph
-from gradweave.schedule.greedy import greedy
+from gradweave.schedule.list_scheduling import greedy
 from gradweave.schedule.policies.stage_programs import check_in_flight
-from gradweave.schedule.rewrite import contiguous, place
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind
+from gradweave.schedule.transforms import contiguous, place
 
 _RANK = {Kind.U: 0, Kind.X: 1, Kind.F: 2, Kind.W: 3, Kind.C: 4}
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from gradweave.schedule.graph import TaskGraph
-from gradweave.schedule.greedy import link_lanes
+from gradweave.schedule.list_scheduling import link_lanes
 from gradweave.schedule.policies.ddp import DEFAULT_BUCKET_BYTES
 from gradweave.schedule.policies.one_device import MAIN, backward, forward, stream, updates_before_use
-from gradweave.schedule.rewrite import bucket
 from gradweave.schedule.schedule import Lane, Schedule
+from gradweave.schedule.transforms import bucket
 
 
 def no_barrier(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedule:

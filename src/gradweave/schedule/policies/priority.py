@@ -5,8 +5,8 @@ from __future__ import annotations
 from gradweave.schedule.graph import TaskGraph
 from gradweave.schedule.policies.ddp import DEFAULT_BUCKET_BYTES
 from gradweave.schedule.policies.no_barrier import unbarriered_stream
-from gradweave.schedule.rewrite import bucket
 from gradweave.schedule.schedule import Discipline, Lane, Schedule
+from gradweave.schedule.transforms import bucket
 
 
 def priority(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedule:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from gradweave.errors import ArgumentError
 from gradweave.schedule.graph import TaskGraph
-from gradweave.schedule.greedy import link_lanes
+from gradweave.schedule.list_scheduling import link_lanes
 from gradweave.schedule.policies.ddp import DEFAULT_BUCKET_BYTES
 from gradweave.schedule.policies.one_device import MAIN, forward, stream, updates_before_use
-from gradweave.schedule.rewrite import bucket
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind
+from gradweave.schedule.transforms import bucket
 
 _COARSE = 12
 _INDIFFERENT = 1e-3

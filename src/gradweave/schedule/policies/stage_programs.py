@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from gradweave.errors import ArgumentError
 from gradweave.schedule.graph import TaskGraph
-from gradweave.schedule.greedy import link_lanes
-from gradweave.schedule.rewrite import contiguous, device_name, place
+from gradweave.schedule.list_scheduling import link_lanes
 from gradweave.schedule.schedule import Lane, Schedule
 from gradweave.schedule.tasks import Kind
+from gradweave.schedule.transforms import contiguous, device_name, place
 
 Action = tuple[str, int, int]
 Program = Callable[[int, range], Iterable[Action]]

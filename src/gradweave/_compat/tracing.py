@@ -1,0 +1,455 @@
+"""Private names of torch's tracers and compilers."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from gradweave._logging import announce
+from gradweave.errors import ArgumentError
+
+
+def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> Callable[..., torch.fx.GraphModule]:
+    """Records the ATen operations that a function runs on fake tensors, with their annotations.
+
+    Args:
+        function: The function.
+        as_eager: Whether these must be the operations that an eager call runs. Otherwise some, such as interpolations,
+            are taken apart as torch's compilers want them, which gives other bits.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    def trace(*args: Any) -> torch.fx.GraphModule:
+        with preserve_node_meta():
+            if as_eager:
+                return make_fx(_keeping_casts(function))(*args)
+            with enable_python_dispatcher():
+                return make_fx(function)(*args)
+
+    return trace
+
+
+def _keeping_casts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function under whose autocast a weight is cast once for all its uses, as in an eager call, not for each.
+
+    What is traced would do the latter, with a gradient of its own for each use, and these summed up in float32.
+    """
+    keep = torch.is_autocast_cache_enabled()
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(keep)
+        try:
+            return function(*args, **named)
+        finally:
+            torch.set_autocast_cache_enabled(before)
+
+    return call
+
+
+class _AsEager(torch.nn.Module):
+    """A graph that runs the operations of an eager call, also where torch's compilers would take some of them apart."""
+
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.graph = graph
+        self._run = _keeping_casts(torch.fx.Interpreter(graph).run)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs the graph."""
+        with torch._C._DisablePythonDispatcher():
+            return self._run(*inputs)
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have no data, with room for symbols in the place of numbers."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake_of(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data in the likeness of another one, its shape fixed."""
+    fake: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
+    return fake
+
+
+def float_symbol(mode: Any, name: str, value: float) -> Any:
+    """A float that tracing keeps as an input; branches on it are decided by ``value`` and remembered."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    environment, source = mode.shape_env, ConstantSource(name)
+    symbol = environment.create_symbol(
+        value,
+        source=source,
+        dynamic_dim=DimDynamic.DYNAMIC,
+        constraint_dim=None,
+        positive=None,
+        do_not_specialize_zero_one=True,
+    )
+    return environment.create_symfloatnode(symbol, hint=value, source=source)
+
+
+def names_of(symbols: list[Any]) -> list[Any]:
+    """What branches call symbols; to be asked before tracing, which may replace a symbol by its value."""
+    return [symbol.node.expr for symbol in symbols]
+
+
+def guards_of(mode: Any, names: list[Any]) -> Callable[[Any], bool]:
+    """Whether every branch that was taken on symbols would be taken again with other values."""
+    known = set(names)
+    branches = [guard.expr for guard in mode.shape_env.guards if guard.expr.free_symbols <= known]
+    held: tuple[Any, ...] | None = None
+
+    def hold(values: Any) -> bool:
+        # Asked at each step, mostly with the numbers of the last one; substitution costs a millisecond.
+        nonlocal held
+        given = tuple(values)
+        if given == held:
+            return True
+        bound = dict(zip(names, given, strict=True))
+        holds = all(bool(branch.subs(bound)) for branch in branches)
+        held = given if holds else held
+        return holds
+
+    return hold
+
+
+def _data_dependent_branch() -> type[Exception]:
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return GuardOnDataDependentSymNode
+
+
+class DataDependentError(Exception):
+    """Stands for torch's own error in ``except``: traced code branched on a value nobody knows yet."""
+
+
+@contextmanager
+def as_if_compiling(enabled: bool) -> Iterator[None]:
+    """Context in which ``torch.compiler.is_compiling()`` holds: optimizers then keep to tensors."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = enabled or before
+    try:
+        yield
+    except _data_dependent_branch() as error:
+        raise DataDependentError(str(error)) from error
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def traces_entered_modes() -> bool:
+    """Whether Dynamo takes function modes that one hook enters and another leaves; known of torch 2.13."""
+    version = torch.__version__.split("+")[0].split(".")
+    return (int(version[0]), int(version[1])) >= (2, 13)
+
+
+@contextmanager
+def as_it_was() -> Iterator[None]:
+    """Context in which code is traced: autocast and the modes are afterwards as they were, also if it fails inside."""
+    functorch = torch._C._functorch
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+    cache, nesting = torch.is_autocast_cache_enabled(), torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    transforms = len(functorch.get_interpreter_stack() or ())
+    functions = torch._C._len_torch_function_stack()
+    try:
+        yield
+    except BaseException:
+        for _ in range(len(functorch.get_interpreter_stack() or ()) - transforms):
+            functorch.pop_dynamic_layer_stack()
+        for _ in range(torch._C._len_torch_function_stack() - functions):
+            torch.overrides._pop_mode()
+        for device, enabled, dtype in autocast:
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
+        torch.set_autocast_cache_enabled(cache)
+        while torch.autocast_increment_nesting() > nesting:
+            torch.autocast_decrement_nesting()
+            torch.autocast_decrement_nesting()
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        raise
+
+
+def is_any_autocast_enabled() -> bool:
+    """Whether autocast is on, for any kind of device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
+def enters_autocast(node: torch.fx.Node) -> bool:
+    """Whether a node of what Dynamo has captured switches autocast on or off."""
+    return node.target is torch.amp.autocast_mode._enter_autocast
+
+
+def is_symbolic(value: Any) -> bool:
+    """Whether a traced value is a number that is known only when the graph runs."""
+    return isinstance(value, (torch.SymFloat, torch.SymInt))
+
+
+def rematerialize(
+    forward: torch.fx.GraphModule, inputs: list[torch.Tensor], budget: float, *, decompose: bool
+) -> Callable[..., Any]:
+    """A forward with a backward of its own that keeps a share of the activations, by torch's partitioner.
+
+    Args:
+        forward: As Dynamo captured it.
+        inputs: Tensors without data.
+        budget: The share.
+        decompose: Whether to take operations apart as Inductor does, so that parts of them can be
+            computed anew; the results are then its own, to rounding.
+    """
+    from torch._functorch import config
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._functorch.aot_autograd import aot_module_simplified
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    def keep(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:  # noqa: ARG001
+        return make_boxed_func(gm.forward)
+
+    def partition(joint: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        for node in filter(_draws_random_numbers, joint.graph.nodes):
+            if isinstance(node.meta.get("val"), torch.Tensor):
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+            elif budget < 1:
+                remedy = f'would draw the numbers of {node.target} anew; give None or 1, or lower="inductor"'
+                raise ArgumentError("memory_budget", budget, remedy)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    table = None
+    if decompose:
+        from torch._inductor import lowering  # noqa: F401  (torch 2.11: max_pool2d's decomposition takes it for imported)
+        from torch._inductor.decomposition import select_decomp_table
+
+        table = select_decomp_table()
+    settings: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(config, "force_non_lazy_backward_lowering"):
+        settings["force_non_lazy_backward_lowering"] = True
+    target: Any = forward if decompose else _AsEager(forward)
+    with config.patch(settings):
+        split: Callable[..., Any] = aot_module_simplified(
+            target,
+            inputs,
+            fw_compiler=keep,
+            bw_compiler=keep,
+            partition_fn=partition,
+            decompositions=table,
+        )
+    return split
+
+
+def _draws_random_numbers(node: torch.fx.Node) -> bool:
+    """Whether an operation's result is another one each time; attention without dropout is not such a one."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    for position, argument in enumerate(arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(given != 0)
+    return True
+
+
+def compile_with_inductor(
+    graph: torch.fx.GraphModule, inputs: list[torch.Tensor], combine: Callable[[Any], list[list[Any]]]
+) -> Callable[..., Any]:
+    """Compiles a graph of ATen operations, in-place ones included, to a function of its inputs.
+
+    Args:
+        graph: The graph.
+        inputs: Examples.
+        combine: Which nodes of Inductor's scheduler to make one kernel of. Where Inductor fails at that,
+            it compiles without.
+    """
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.scheduler import ForeachKernelSchedulerNode
+
+    mode = fake_mode()
+    examples = [fake_of(mode, x) for x in inputs]
+    before = ForeachKernelSchedulerNode.group_algorithm_for_combo_kernels
+    ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(combine)
+    copied = torch.fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, {}))
+    try:
+        settings = config.patch(combo_kernels=True, reorder_for_peak_memory=False)
+        with tracing(TracingContext(mode)), settings:
+            compiled: Any = compile_fx(torch.fx.GraphModule(graph, copied), examples)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Inductor raises whatever its code runs into
+        announce(f"compile: small kernels are not combined: {type(error).__name__}")
+        with tracing(TracingContext(mode)):
+            compiled = compile_fx(graph, examples)
+    finally:
+        ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(before)
+    return compiled  # type: ignore[no-any-return]
+
+
+def scheduled_before(scheduler: Any, node: Any) -> list[Any]:
+    """The nodes of Inductor's scheduler that one needs."""
+    needed: list[Any] = scheduler._get_unmet_dep_nodes(node)
+    return needed
+
+
+def elements_of(node: Any) -> int | None:
+    """How many elements one of Inductor's own kernels on a GPU goes over; None for other nodes."""
+    from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
+
+    device = node.get_device()
+    if type(node) not in (SchedulerNode, FusedSchedulerNode) or device is None or device.type != "cuda":
+        return None
+    total = 1
+    for size in node.group[1]:
+        total *= size
+    return int(total) if getattr(total, "is_number", True) else None
+
+
+def made_by_mixed_reductions(scheduler: Any) -> set[str]:
+    """Buffers of kernels that reduce in two directions at once: what reads them cannot be combined."""
+    from torch._inductor import scheduler as module
+
+    kind = getattr(module, "FusedMixOrderReductions", ())
+    return {name for node in scheduler.nodes if isinstance(node, kind) for name in node.get_buffer_names()}
+
+
+class DynamoError(Exception):
+    """Stands for torch's own errors in ``except``: a function cannot be captured whole."""
+
+
+class TooManyVariantsError(DynamoError):
+    """A function was captured as many times as allowed, and is called in yet another way."""
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of its own for Dynamo, which counts variants by code, not by function."""
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+
+@contextmanager
+def _whole_functions() -> Iterator[None]:
+    """Context in which Dynamo takes functions as they are that it would take apart, whatever its settings say."""
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+    taken = {function: handlers.pop(function) for function in _TAKEN_APART if function in handlers}
+    try:
+        yield
+    finally:
+        handlers.update(taken)
+
+
+_TAKEN_APART = (torch.addcdiv, torch._foreach_lerp_)
+
+
+def dynamo_compile(
+    function: Callable[..., Any], backend: Callable[..., Any], variants: int, *, exact: bool = False
+) -> tuple[Callable[..., Any], Callable[[], None]]:
+    """A function that a backend compiles whole, anew for each shape, up to a number of variants.
+
+    What the backend raises comes through; what Dynamo refuses is a :class:`DynamoError` that
+    names the user's file and line.
+
+    Args:
+        function: The function.
+        backend: Gets the graph, and gives what runs it.
+        variants: How many there may be.
+        exact: Whether the graph must have the operations that the function calls, none of them taken apart.
+
+    Returns:
+        The function, and one that frees everything that was compiled for it.
+    """
+    import torch._dynamo
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo import exc
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    own = _with_own_code(function)
+
+    def with_fixed_numbers(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        translator = InstructionTranslator.current_tx()
+        if translator.output.random_calls:  # of a generator of its own, the first numbers would be those of all steps
+            raise DynamoError("it draws numbers with Python's random, which a graph cannot")
+        if _overflows(translator.output.side_effects):  # Dynamo takes deques for ones without maxlen
+            raise DynamoError("it puts more into a deque than its maxlen, which a graph would keep")
+        return backend(gm, inputs)
+
+    compiled = torch.compile(own, backend=with_fixed_numbers, fullgraph=True, dynamic=False)
+    refusals = (exc.Unsupported, exc.UserError, exc.TorchRuntimeError)
+
+    settings: Any = torch._dynamo.config.patch(  # once: making it takes longer than all that a step else does here
+        {
+            "recompile_limit": variants,
+            "accumulated_recompile_limit": 1024,
+            "skip_nnmodule_hook_guards": False,
+            "use_numpy_random_stream": True,
+            "enable_dynamo_decompositions": not exact,
+            "ignore_logging_functions": _logging_functions(),
+        }
+    )
+
+    def call(*args: Any, **named: Any) -> Any:
+        with settings, _whole_functions() if exact else nullcontext():
+            try:
+                return compiled(*args, **named)
+            except exc.BackendCompilerFailed as error:
+                raise error.inner_exception from error
+            except exc.FailOnRecompileLimitHit as error:
+                raise TooManyVariantsError(str(error)) from error
+            except refusals as error:
+                raise DynamoError(str(error)) from error
+
+    return call, partial(reset_code, own.__code__)
+
+
+def _overflows(effects: Any) -> bool:
+    """Whether a deque of the user's would have become longer than it can."""
+    for value in effects.keepalive:
+        if isinstance(value, deque) and value.maxlen is not None:
+            known = effects.id_to_variable.get(id(value))
+            if known is not None and len(known.items) > value.maxlen:
+                return True
+    return False
+
+
+_LOGGING_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
+
+def _logging_functions() -> set[Any]:
+    """What only tells the user something: a graph leaves it out, instead of being refused for it.
+
+    Libraries add methods of their own to loggers, such as ``warning_once``; only some of a logger's return a value.
+    """
+    own = {vars(logging.Logger).get(name + form) for name in _LOGGING_METHODS for form in ("", "_once", "_advice")}
+    return {*own, warnings.warn} - {None}
+
+
+def compile_lock() -> AbstractContextManager[Any]:
+    """Held while something is traced or compiled, here and by Dynamo: torch keeps that state in globals."""
+    from torch._dynamo.convert_frame import compile_lock as lock
+
+    return lock
+
+
+def is_traced_to_operations() -> bool:
+    """Whether the operations that run now are being written down by ``make_fx``."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None

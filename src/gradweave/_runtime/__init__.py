@@ -1,0 +1,1 @@
+"""The mechanisms that all techniques share: each exists once, and knows no technique."""

@@ -1,0 +1,1 @@
+"""Stand-ins for parameters and gradients that are not there yet, or not to be touched."""

@@ -1,0 +1,113 @@
+"""What ``compile()`` refuses at once, with the reason."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from gradweave._compat.distributed import is_distributed_tensor
+from gradweave._compat.eager import CriterionModule, step_pre_hooks
+from gradweave._runtime.claims import check_is_module, is_in_daso, is_in_data_parallel
+from gradweave.errors import ArgumentError
+from gradweave.fusion.api import is_fused
+from gradweave.reordering.api import is_reordered
+from gradweave.schedule.costs import Costs
+
+LOWERINGS = ("inductor", "replay")
+NEW_SHAPES = ("compile", "pad", "eager")
+
+
+def check_options(
+    *,
+    max_grad_norm: Any,
+    max_grad_value: Any,
+    scaler: Any,
+    memory_budget: Any,
+    costs: Costs | None,
+    lower: Any,
+    new_shapes: Any,
+    variants: Any,
+) -> None:
+    """Refuses options that mean nothing, or not together."""
+    if lower not in LOWERINGS:
+        raise ArgumentError("lower", lower, f"use one of {', '.join(LOWERINGS)}")
+    if new_shapes not in NEW_SHAPES:
+        raise ArgumentError("new_shapes", new_shapes, f"use one of {', '.join(NEW_SHAPES)}")
+    if memory_budget is not None and not (_is_number(memory_budget) and 0 <= memory_budget <= 1):
+        raise ArgumentError("memory_budget", memory_budget, "give a share from 0 to 1, or None")
+    if costs is not None and not isinstance(costs, Costs):
+        raise ArgumentError("costs", type(costs).__name__, "give what measure_costs() returns, or None")
+    if costs is not None and lower == "replay":
+        raise ArgumentError(
+            "costs", costs.name, 'lower="replay" has one stream; use lower="inductor", or leave them out'
+        )
+    if not isinstance(variants, int) or isinstance(variants, bool) or variants < 1:
+        raise ArgumentError("variants", variants, "give at least 1")
+    for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
+        if limit is not None and not (_is_number(limit) and limit > 0):
+            raise ArgumentError(name, limit, "give a positive number, or None")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ArgumentError("scaler", type(scaler).__name__, "give a torch.amp.GradScaler, or None")
+
+
+def check_loss_fn(loss_fn: Callable[..., Any]) -> None:
+    """Refuses what cannot be called with a model and a batch."""
+    example = "give a function such as lambda model, x, y: cross_entropy(model(x), y)"
+    criterion = isinstance(loss_fn, CriterionModule) or (
+        inspect.isfunction(loss_fn) and loss_fn.__module__ == nn.functional.__name__
+    )
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if criterion:
+        raise ArgumentError("loss_fn", name, f"is called with an output and a target, not with the model; {example}")
+    if not callable(loss_fn):
+        raise ArgumentError("loss_fn", name, example)
+    try:
+        inspect.signature(loss_fn).bind_partial(None)
+    except TypeError as error:
+        raise ArgumentError("loss_fn", name, f"takes no model; {example}") from error
+    except ValueError:  # of code that is not Python
+        return
+
+
+def check_step(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses what cannot be one graph, with the reason."""
+    check_is_module(model)
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
+        raise ArgumentError("optimizer", name, "cannot be traced; use SGD, Adam, AdamW or another of torch.optim")
+    if optimizer.defaults.get("differentiable"):
+        raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
+    if is_in_daso(optimizer):
+        raise ArgumentError(
+            "optimizer", type(optimizer).__name__, "has a DASO, which a graph would run without; detach() that first"
+        )
+    if is_in_data_parallel(optimizer):
+        raise ArgumentError(
+            "optimizer",
+            type(optimizer).__name__,
+            "is in a DataParallel, which averages outside of a graph; detach() that",
+        )
+    if is_fused(model):
+        raise ArgumentError("model", type(model).__name__, "is fused; detach() that first, compile() does its work")
+    if is_reordered(model):
+        raise ArgumentError("model", type(model).__name__, "is reordered; detach() that first")
+    if step_pre_hooks(optimizer):
+        raise ArgumentError("optimizer", name, "has step hooks, which would not see gradients; remove them")
+    for module in model.modules():
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise ArgumentError("model", type(module).__name__, "is not supported; give the model it wraps")
+    if any(is_distributed_tensor(p) for p in model.parameters()):
+        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -1,0 +1,329 @@
+"""What an optimizer's update reads and writes besides gradients, as inputs of a graph."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave._compat.eager import own_step, without_step_hooks
+from gradweave._compat.tracing import is_symbolic
+from gradweave.compiler.optimizer_reads import OptimizerReads, own_attributes
+from gradweave.compiler.refusals import NoStateError, NotOneGraphError
+from gradweave.compiler.snapshot import IncomparableError, snapshot
+
+PLAIN_FORM = {"foreach": False, "fused": False}
+"""The form that is traced: one tensor at a time; fusing them is the compiler's work."""
+
+
+@dataclass(frozen=True)
+class StateSlot:
+    """A tensor of the optimizer's state: of which parameter, under which key."""
+
+    param: int
+    key: str
+
+
+@dataclass(frozen=True)
+class NumberSlot:
+    """A number that may change from step to step: of which group, under which key, where in a tuple."""
+
+    group: int
+    key: str
+    position: int | None = None
+
+
+class OptimizerInputs:
+    """The state tensors and hyperparameters that belong to some of an optimizer's parameters.
+
+    Hyperparameters that are floats, or tuples of them, may change between steps; everything else
+    in a group (flags, counts, None) and every state value that is no tensor is part of
+    :attr:`settings`, for which a graph is made, and so is what else its step reads, :attr:`reads`.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        self.params = list(params)
+        index_of = {id(p): index for index, p in enumerate(params)}
+        self.members = [
+            [index_of[id(p)] for p in group["params"] if id(p) in index_of] for group in optimizer.param_groups
+        ]
+        self.state_slots: list[StateSlot] = []
+        self.number_slots: list[NumberSlot] = []
+        constants: list[Any] = []
+        for index, p in enumerate(params):
+            for key, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    self.state_slots.append(StateSlot(index, key))
+                else:
+                    constants.append((StateSlot(index, key), key, _settled(value)))
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key == "params":
+                    continue
+                if _is_number(value):
+                    self.number_slots.append(NumberSlot(number, key))
+                elif isinstance(value, (tuple, list)) and value and all(map(_is_number, value)):
+                    self.number_slots += [NumberSlot(number, key, position) for position in range(len(value))]
+                else:
+                    constants.append((number, key, _settled(value)))
+        self.settings = tuple(constants)
+        self.reads = OptimizerReads(optimizer)
+        self._forms = list(map(_form, self.values()))
+        self._keys = [tuple(group) for group in optimizer.param_groups]
+        self._sizes = [len(optimizer.state.get(p, ())) for p in self.params]
+        self._known = self.state()
+        self._kinds = [_kind(tensor) for tensor in self._known]
+
+    def fits(self) -> bool:
+        """Whether the optimizer still has these parameters, settings and kinds of state."""
+        state = self.optimizer.state
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.members):
+            return False
+        for p, size in zip(self.params, self._sizes, strict=True):
+            if len(state.get(p, ())) != size:
+                return False
+        own = {id(p) for p in self.params}
+        for members, group in zip(self.members, groups, strict=True):
+            if [id(p) for p in group["params"] if id(p) in own] != [id(self.params[index]) for index in members]:
+                return False
+        if self._keys != [tuple(group) for group in groups]:
+            return False
+        for place, key, value in self.settings:
+            holder = state[self.params[place.param]] if isinstance(place, StateSlot) else groups[place]
+            if key not in holder or not _is_settled(holder[key], value):
+                return False
+        return self._forms == list(map(_form, self.values())) and self.reads.same() and self._state_fits()
+
+    def _state_fits(self) -> bool:
+        """Whether state tensors that are new are of the kind of those they replace."""
+        slots = zip(self.state_slots, self._kinds, strict=True)
+        for index, (slot, kind) in enumerate(slots):
+            tensor = self.optimizer.state[self.params[slot.param]].get(slot.key)
+            if tensor is not self._known[index]:
+                if not isinstance(tensor, torch.Tensor) or _kind(tensor) != kind:
+                    return False
+                self._known[index] = tensor
+        return True
+
+    def state(self) -> list[torch.Tensor]:
+        """The state tensors as they are now."""
+        state = self.optimizer.state
+        return [state[self.params[slot.param]][slot.key] for slot in self.state_slots]
+
+    def numbers(self) -> tuple[float, ...]:
+        """The hyperparameters as they are now."""
+        return tuple(map(float, self.values()))
+
+    def values(self) -> list[Any]:
+        """The same as they are kept: tensors as tensors."""
+        groups, values = self.optimizer.param_groups, []
+        for slot in self.number_slots:
+            value = groups[slot.group][slot.key]
+            value = value if slot.position is None else value[slot.position]
+            values.append(float(value) if isinstance(value, float) else value)  # NumPy's are floats, too
+        return values
+
+    def exact_values(self) -> list[Any]:
+        """The same, for a graph that computes with them as the eager step does.
+
+        Raises:
+            NotOneGraphError: One of them has a precision of its own, which a number in a graph has not.
+        """
+        values = self.values()
+        for slot, value in zip(self.number_slots, values, strict=True):
+            if not isinstance(value, (float, torch.Tensor)):
+                name, kind = type(self.optimizer).__name__, type(value)
+                raise NotOneGraphError(
+                    f"optimizer={name}: its {slot.key} is a {kind.__module__}.{kind.__name__}, with whose precision a "
+                    "graph does not compute; give a float"
+                )
+        return values
+
+    def step_on(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor | None],
+        state: Sequence[torch.Tensor],
+        numbers: Sequence[Any],
+        *,
+        capturable: bool,
+    ) -> None:
+        """Runs the optimizer's own update on other tensors and numbers in the place of its own.
+
+        New values that the update puts into the state, in the place of those it was given, are
+        written to the tensors it was given.
+        """
+        if self.reads.why_not is not None:
+            raise self._untraceable(self.reads.why_not)
+        self._check_state()
+        stand_in = self._stand_in()
+        attributes = own_attributes(self.optimizer)
+        stand_in.param_groups = self._groups_with(params, numbers, capturable)
+        stand_in.state = defaultdict(dict)
+        given = dict(zip(self.state_slots, state, strict=True))
+        for index, (p, grad) in enumerate(zip(params, grads, strict=True)):
+            p.grad = grad
+            own = self.optimizer.state.get(self.params[index], {})
+            stand_in.state[p] = {key: given.get(StateSlot(index, key), value) for key, value in own.items()}
+        before = [dict(group) for group in stand_in.param_groups]
+        copies = self.reads.copies()
+        try:
+            with torch.no_grad(), without_step_hooks(stand_in):
+                own_step(self.optimizer)(stand_in)
+        finally:
+            changed = self.reads.changed()
+            if changed is not None:
+                self.reads.put_back(copies)
+        if changed is not None:
+            raise self._untraceable(f"it keeps something in its {changed}, outside of its state")
+        for then, now, own in zip(before, stand_in.param_groups, self.optimizer.param_groups, strict=True):
+            if any(now[key] is not value or not _is_kept(value, own.get(key)) for key, value in then.items()):
+                raise self._untraceable("it keeps a count or another number in param_groups")
+        known = {id(self.optimizer): "the optimizer", id(stand_in): "the optimizer"}
+        now_there = own_attributes(stand_in)
+        for name in {**attributes, **now_there}:
+            if not _is_unchanged(attributes.get(name), now_there.get(name), known):
+                raise self._untraceable(f"it keeps something in its attribute {name!r}, outside of its state")
+        for index, p in enumerate(params):
+            p.grad = None
+            self._write_back(index, stand_in.state.get(p, {}), given)
+
+    def _stand_in(self) -> Optimizer:
+        """An optimizer of the same class, with copies of the attributes, so that its step changes nothing real."""
+        stand_in = object.__new__(type(self.optimizer))
+        memo: dict[int, Any] = {id(self.optimizer): stand_in}
+        for name, value in own_attributes(self.optimizer).items():
+            setattr(stand_in, name, _own_copy(value, memo))
+        for name, value in vars(self.optimizer).items():
+            if name not in vars(stand_in) and name != "step":
+                vars(stand_in)[name] = value
+        stand_in._warned_capturable_if_run_uncaptured = True
+        return stand_in
+
+    def _check_state(self) -> None:
+        for key, entry in self.optimizer.state.items():
+            if not isinstance(key, torch.Tensor):
+                raise self._untraceable("it keeps state that belongs to no parameter")
+            for name, value in entry.items():
+                if _holds_tensors(value):
+                    raise self._untraceable(f"it keeps tensors inside of state[{name!r}]")
+
+    def _groups_with(
+        self, params: Sequence[torch.Tensor], numbers: Sequence[Any], capturable: bool
+    ) -> list[dict[str, Any]]:
+        groups = []
+        for members, group in zip(self.members, self.optimizer.param_groups, strict=True):
+            form = {key: value for key, value in PLAIN_FORM.items() if key in group}
+            if "capturable" in group:
+                form["capturable"] = capturable
+            values = {key: _own_copy(value, {}) if _is_nested(value) else value for key, value in group.items()}
+            groups.append({**values, **form, "params": [params[index] for index in members]})
+        for slot, number in zip(self.number_slots, numbers, strict=True):
+            group = groups[slot.group]
+            if slot.position is None:
+                group[slot.key] = number
+            else:
+                parts = group[slot.key]
+                group[slot.key] = type(parts)((*parts[: slot.position], number, *parts[slot.position + 1 :]))
+        return groups
+
+    def _write_back(self, index: int, now: dict[str, Any], given: dict[StateSlot, torch.Tensor]) -> None:
+        own = self.optimizer.state.get(self.params[index], {})
+        for key, value in now.items():
+            original = given.get(StateSlot(index, key))
+            if original is None:
+                if own.get(key) is None and value is not None:
+                    raise NoStateError(f"{type(self.optimizer).__name__} has no state for a parameter yet")
+                if not _equal(value, own.get(key)):
+                    raise self._untraceable(f"it keeps state[{key!r}] as {type(value).__name__}, not as a tensor")
+            elif value is not original:
+                original.copy_(value)
+
+    def _untraceable(self, why: str) -> NotOneGraphError:
+        name = type(self.optimizer).__name__
+        return NotOneGraphError(
+            f"optimizer={name}: its step cannot be traced: {why}; use an optimizer whose step is tensor code, "
+            "such as those of torch.optim"
+        )
+
+
+def _settled(value: Any) -> Any:
+    """A value that is no number, as it is to be compared later."""
+    try:
+        return snapshot(value)
+    except IncomparableError:
+        return value
+
+
+def _is_settled(value: Any, before: Any) -> bool:
+    return value is before or bool(_settled(value) == before)
+
+
+def _own_copy(value: Any, memo: dict[int, Any]) -> Any:
+    if type(value).__module__.partition(".")[0] == "gradweave":
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # whatever objects raise that cannot be copied
+        return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (dict, list, set)) and not _holds_tensors(value)
+
+
+def _is_kept(value: Any, own: Any) -> bool:
+    """Whether what a copied group has nested is still what the group has."""
+    if not _is_nested(value) or (isinstance(value, list) and any(map(is_symbolic, value))):
+        return True
+    return _is_unchanged(own, value, {})
+
+
+def _is_unchanged(before: Any, now: Any, known: dict[int, Any]) -> bool:
+    try:
+        return before is now or bool(snapshot(before, known) == snapshot(now, known))
+    except IncomparableError:
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a hyperparameter is one that may change from step to step."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, (bool, int))
+
+
+def _form(value: Any) -> Any:
+    """What must stay as it is of a hyperparameter that may change."""
+    return _kind(value) if isinstance(value, torch.Tensor) else float if isinstance(value, float) else type(value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+    return any(isinstance(part, torch.Tensor) for part in parts)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two values of any kind are the same; tensors only if they are one."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, torch.Tensor):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

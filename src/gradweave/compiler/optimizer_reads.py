@@ -1,0 +1,214 @@
+"""What an optimizer's step may read besides its groups, its state and the gradients.
+
+Attributes, class variables, globals and closures: in a traced step their values are constants. So they are noted when a
+step is traced, and looked at before each step. The optimizers of torch and of gradweave read nothing of the kind, and
+cost nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass
+from functools import partial
+from inspect import unwrap
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gradweave._compat.eager import own_step
+from gradweave.compiler.snapshot import IncomparableError, globals_read_by, snapshot
+
+_MISSING = "nothing"
+"""The value of what is not there."""
+_KNOWN = ("torch", "gradweave", "builtins", "abc", "typing")
+"""Whose code reads nothing of the kind."""
+_DATA = (int, float, complex, str, list, tuple, dict, set, frozenset)
+_TORCH_ATTRIBUTES = frozenset(
+    ("defaults", "state", "param_groups", "step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
+)
+_TORCH_PREFIXES = ("_optimizer_", "_opt_", "_gradweave_", "_step_count", "_accelerate_")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a value is that code reads: a class, a module's globals, a closure."""
+
+    get: Callable[[], Any]
+    put: Callable[[Any], Any]
+
+
+class OptimizerReads:
+    """The values that an optimizer's step may read, as they are when this is made.
+
+    Attributes:
+        why_not: What cannot be compared, so that no graph can be made for it; None if everything can.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = own_step(optimizer)
+        foreign = [cls for cls in type(optimizer).__mro__ if not _is_known(cls)]
+        self._foreign = bool(foreign)
+        self._places: dict[str, _Place] = {}
+        for cls in foreign:
+            self._places.update(_places_of_class(cls))
+        self.why_not: str | None = None
+        self._values = self._now() if self._foreign else {}
+
+    def same(self) -> bool:
+        """Whether every value is what it was."""
+        if own_step(self._optimizer) is not self._step:
+            return False
+        return not self._foreign or self.changed() is None
+
+    def changed(self) -> str | None:
+        """What is no longer as it was, in words; None if everything is."""
+        if not self._foreign:
+            return None
+        now = self._now()
+        for name in {**self._values, **now}:
+            if now.get(name, _MISSING) != self._values.get(name, _MISSING):
+                return name
+        return None
+
+    def copies(self) -> tuple[dict[str, Any], list[Any]]:
+        """What is outside of the optimizer and could be changed by its step, for :meth:`put_back`."""
+        generators: list[Any] = []
+        self._now(generators)
+        return {name: _copy(place.get()) for name, place in self._places.items()}, list(map(_with_state, generators))
+
+    def put_back(self, copied: tuple[dict[str, Any], list[Any]]) -> None:
+        """Makes what is outside of the optimizer what it was."""
+        copies, generators = copied
+        for restore in generators:
+            restore()
+        before = self._values
+        now_there = self._now()
+        for name, value in copies.items():
+            place = self._places[name]
+            now = place.get()
+            if now is value or value is _MISSING or now_there[name] == before[name]:
+                continue
+            if isinstance(now, list):
+                now[:] = value
+            elif isinstance(now, (dict, set)):
+                now.clear()
+                now.update(value)
+            else:
+                place.put(value)
+
+    def _now(self, generators: list[Any] | None = None) -> dict[str, Any]:
+        known = {id(self._optimizer): "the optimizer"}
+        values: dict[str, Any] = {}
+        plain = {key: value for key, value in self._optimizer.defaults.items() if not isinstance(value, torch.Tensor)}
+        named = {"defaults": plain}
+        named |= {f"attribute {name!r}": value for name, value in own_attributes(self._optimizer).items()}
+        for name, value in (*named.items(), *((name, place.get()) for name, place in self._places.items())):
+            try:
+                values[name] = snapshot(value, known, generators)
+            except IncomparableError as error:
+                values[name] = str(error)
+                self.why_not = f"it keeps something in its {name}, outside of its state: {error}"
+        return values
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that are not torch's."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _TORCH_ATTRIBUTES and not name.startswith(_TORCH_PREFIXES)
+    }
+
+
+def _is_known(part: type | FunctionType | ModuleType) -> bool:
+    name = part.__name__ if isinstance(part, ModuleType) else part.__module__ or ""
+    return name.partition(".")[0] in _KNOWN
+
+
+def _with_state(generator: Any) -> Callable[[], Any]:
+    """What makes a generator of random numbers go on from where it is now."""
+    if hasattr(generator, "getstate"):
+        return partial(generator.setstate, generator.getstate())
+    if hasattr(generator, "get_state"):
+        return partial(generator.set_state, generator.get_state())
+    bits = getattr(generator, "bit_generator", generator)
+    return partial(setattr, bits, "state", bits.state) if hasattr(bits, "state") else lambda: None
+
+
+def _copy(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # whatever objects raise that cannot be copied
+        return value
+
+
+def _places_of_class(cls: type) -> Iterator[tuple[str, _Place]]:
+    """The data of a class, and what its methods read elsewhere."""
+    seen: set[int] = set()
+    for name, member in vars(cls).items():
+        function = unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
+        if isinstance(function, FunctionType):
+            yield from _places_of_function(function, seen)
+        elif not (name.startswith("__") or callable(member) or hasattr(member, "__get__")):
+            where = f"class variable {name!r} of {cls.__name__}"
+            yield where, _Place(partial(vars(cls).get, name, _MISSING), partial(setattr, cls, name))
+
+
+def _places_of_function(function: FunctionType, seen: set[int]) -> Iterator[tuple[str, _Place]]:
+    """The globals and the closure of a function, and of those that it calls."""
+    if id(function.__code__) in seen or _is_known(function):
+        return
+    seen.add(id(function.__code__))
+    for code in _codes(function.__code__):
+        for name in globals_read_by(code):
+            if name in function.__globals__:
+                what = f"global {name!r} of {function.__module__}"
+                yield from _places_of_value(what, function.__globals__, name, code, seen)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__" and _content(cell) is not _MISSING:
+            yield from _places_of_cell(f"closure {name!r} of {function.__qualname__}", cell, seen)
+
+
+def _places_of_value(
+    what: str, holder: MutableMapping[str, Any], name: str, code: CodeType, seen: set[int]
+) -> Iterator[tuple[str, _Place]]:
+    value = unwrap(holder[name]) if callable(holder[name]) else holder[name]
+    if isinstance(value, FunctionType):
+        yield from _places_of_function(value, seen)
+    elif isinstance(value, (ModuleType, type)):
+        if isinstance(value, ModuleType) and _is_known(value):
+            return
+        inside = value.__dict__
+        for attribute in set(code.co_names) & inside.keys():
+            if isinstance(inside[attribute], _DATA):
+                place = _Place(partial(inside.get, attribute, _MISSING), partial(setattr, value, attribute))
+                yield f"{what}.{attribute}", place
+    elif not callable(value) or hasattr(value, "__dict__"):
+        yield what, _Place(partial(holder.get, name, _MISSING), partial(holder.__setitem__, name))
+
+
+def _places_of_cell(what: str, cell: Any, seen: set[int]) -> Iterator[tuple[str, _Place]]:
+    value = _content(cell)
+    if isinstance(value, FunctionType):
+        yield from _places_of_function(value, seen)
+    elif not isinstance(value, (ModuleType, type)):
+        yield what, _Place(partial(_content, cell), partial(setattr, cell, "cell_contents"))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING

@@ -1,0 +1,1 @@
+"""Rewrites of a traced step: one file each."""

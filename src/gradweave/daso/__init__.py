@@ -1,7 +1,0 @@
-"""DASO (Coquelin et al. 2021): data parallel over nodes that exchange weights now and then, in the background."""
-
-from __future__ import annotations
-
-from gradweave.daso.attach import DASO
-
-__all__ = ["DASO"]

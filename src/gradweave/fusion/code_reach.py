@@ -1,0 +1,177 @@
+"""What an optimizer's code reaches besides its arguments, read from the code before any of it has run."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterable, Iterator
+from inspect import unwrap
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from gradweave.fusion.optimizer_step import cannot_change, is_data
+
+_TRUSTED = frozenset(
+    (
+        "abc", "builtins", "cmath", "collections", "contextlib", "copy", "dataclasses", "enum", "functools", "inspect",
+        "itertools", "math", "numbers", "operator", "packaging", "torch", "types", "typing", "typing_extensions",
+        "warnings",
+    )
+)  # fmt: skip
+"""Libraries whose functions keep nothing that an update could depend on."""
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(...))
+
+
+def find_reach(optimizer: Optimizer) -> str:
+    """Say what an optimizer's code uses that a loop may change, or that trial steps would change; empty if nothing.
+
+    A step that reads a global number may find another one when its updates are put off, and one that draws from a
+    generator of its own, or counts in a global, would do so in every trial and once for each part. What cannot be
+    told counts as such.
+    """
+    return next(_faults(optimizer), "")
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is the one that torch has given its class."""
+    wrappings = [_home_of(function) for function in _unwrapped(type(optimizer).step)]
+    return all(module.startswith("torch.optim.") for module in (type(optimizer).__module__, *wrappings))
+
+
+def _faults(optimizer: Optimizer) -> Iterator[str]:
+    seen: set[int] = set()
+    for function in _unwrapped(type(optimizer).step):  # which may have been put into a class of torch
+        yield from _faults_of_function(function, seen)
+    for owner in type(optimizer).__mro__:
+        if not is_trusted(owner.__module__):
+            yield from _faults_of_class(owner, f"the class attribute {owner.__name__}.", seen)
+
+
+def _faults_of_class(owner: type, named: str, seen: set[int]) -> Iterator[str]:
+    if id(owner) in seen:
+        return
+    seen.add(id(owner))
+    for name, value in list(vars(owner).items()):
+        if name != "__init__" and (callable(value) or not name.startswith("__")):
+            for function in _functions_of(value):
+                yield from _faults_of_function(function, seen)
+            if not _is_code(value) and not is_data(value):
+                yield _uses(named + name, value)
+
+
+def _faults_of_function(function: Any, seen: set[int]) -> Iterator[str]:
+    if hasattr(function, "__wrapped__"):
+        yield from _faults_of_function(function.__wrapped__, seen)
+    if not isinstance(function, FunctionType) or id(function) in seen or is_trusted(_home_of(function)):
+        return
+    seen.add(id(function))
+    for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield from _faults_of_value(f"a default of {function.__name__}()", default, seen, is_constant=True)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield from _faults_of_value(f"{name!r} of {function.__name__}()", content_of(cell), seen)
+    for code in nested_code(function.__code__):
+        for name in _globals_of(code):
+            if name in function.__globals__:
+                # A name in capitals is a constant, by the convention of the language.
+                value = function.__globals__[name]
+                yield from _faults_of_value(f"the global {name!r}", value, seen, is_constant=name.isupper())
+            elif name in _REACHES_ANYTHING:
+                yield f"calls {name}() in its code, and so may use anything"
+        for module in _imported_in(code):
+            if not is_trusted(module):
+                yield f"imports {module} in its code, of which it cannot be told what a loop changes in it"
+
+
+def _faults_of_value(place: str, value: Any, seen: set[int], *, is_constant: bool = False) -> Iterator[str]:
+    if isinstance(value, ModuleType):
+        if not is_trusted(value.__name__):
+            yield _uses(place, value)
+    elif isinstance(value, type):
+        if not is_trusted(value.__module__):
+            yield from _faults_of_class(value, f"{value.__name__}.", seen)
+            numbers = [name for name, kept in vars(value).items() if not name.startswith("__") and is_data(kept)]
+            if numbers and not issubclass(value, Optimizer):
+                yield _uses(f"{value.__name__}.{numbers[0]}", vars(value)[numbers[0]])
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _faults_of_value(place, item, seen, is_constant=is_constant)
+    elif _is_code(value):
+        for function in _functions_of(value):
+            yield from _faults_of_function(function, seen)
+    elif not (isinstance(value, _NUMBERS) and is_constant) and not cannot_change(value):
+        yield _uses(place, value)
+
+
+def _uses(place: str, value: Any) -> str:
+    return (
+        f"uses {place} ({type(value).__name__}) in its code, which may be another one when updates are put off, or is "
+        "changed by running the code once more (keep it in a group, or in state[p])"
+    )
+
+
+def _functions_of(value: Any) -> Iterable[Any]:
+    """The functions behind an attribute: of a property, a static or class method, or a function itself."""
+    if isinstance(value, property):
+        return [function for function in (value.fget, value.fset, value.fdel) if function is not None]
+    if isinstance(value, (staticmethod, classmethod)):
+        return [value.__func__]
+    return [value] if callable(value) and hasattr(unwrap(value), "__code__") else []
+
+
+def _is_code(value: Any) -> bool:
+    """Whether a value is a function of some kind, or belongs to a library that is trusted."""
+    if isinstance(value, (property, staticmethod, classmethod, FunctionType, BuiltinFunctionType)):
+        return True
+    if callable(value) and isinstance(unwrap(value), FunctionType):
+        return True
+    kind = type(value)
+    return (is_trusted(kind.__module__) and callable(value)) or kind.__module__ == "typing" or cannot_change(value)
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """A function, and those that it has been wrapped around."""
+    yield function
+    while (function := getattr(function, "__wrapped__", None)) is not None:
+        yield function
+
+
+def _home_of(function: Any) -> str:
+    """The module that a function has been written in, whatever wrapping it has made it look like."""
+    if isinstance(function, FunctionType):
+        return str(function.__globals__.get("__name__", ""))
+    return str(getattr(function, "__module__", ""))
+
+
+def is_trusted(module: str | None) -> bool:
+    """Whether a module's functions keep nothing, and ask tensors for their class."""
+    return (module or "").partition(".")[0] in _TRUSTED
+
+
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from nested_code(constant)
+
+
+def _globals_of(code: CodeType) -> set[str]:
+    wanted = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"}
+    return {step.argval for step in dis.get_instructions(code) if step.opname in wanted}
+
+
+def _imported_in(code: CodeType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
+
+
+def content_of(cell: Any) -> Any:
+    """What a variable of a surrounding function holds; None if nothing yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+_REACHES_ANYTHING = frozenset({"__import__", "eval", "exec", "globals", "input", "open"})

@@ -1,0 +1,1 @@
+"""Triton kernels: many tensors in few launches."""

@@ -1,0 +1,1 @@
+"""What layers see while a model trains, as vectors for the Eva family."""

@@ -1,0 +1,153 @@
+"""Which layers of a model have vectors, and their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from gradweave._logging import announce
+from gradweave._runtime.claims import PipelinePart, pipeline_part
+from gradweave.optim.averaging import Ranks
+from gradweave.optim.statistics.attention_input import AttentionTap, attention_parts
+from gradweave.optim.statistics.attention_output import unseen_projections, watch_projections
+from gradweave.optim.statistics.device_hooks import Catcher
+from gradweave.optim.statistics.geometry import Layout, layout_of
+from gradweave.optim.statistics.hooks import Catching, Masking, Tap
+
+
+@dataclass(frozen=True)
+class CoveredLayer:
+    """A layer with a tap.
+
+    Attributes:
+        name: In the model.
+        module: The layer.
+        weight: Its weight.
+        bias: Its bias, if that is a column of the layer's matrices.
+        tap: Its hook.
+    """
+
+    name: str
+    module: nn.Module
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    tap: Tap
+
+
+class Capture:
+    """The taps of a model's layers.
+
+    Args:
+        model: The model.
+        catching: What is caught.
+        ranks: To be told of each forward; None where there is nothing to tell.
+    """
+
+    def __init__(self, model: nn.Module, catching: Catching, ranks: Ranks | None = None) -> None:
+        self.masking = Masking()
+        self._catcher = Catcher(None if ranks is None else ranks.look)
+        self.layers = []
+        part = pipeline_part(model)
+        head = None if catching.words else head_over_words(model, part)
+        tied = frozenset() if part is None else part.tied
+        for name, module, layout, weight, bias in coverable(
+            model, with_attention=catching.per_sample, left=head, tied=tied
+        ):
+            tap = Tap(layout, weight, catching, self.masking, self._catcher)
+            self.layers.append(CoveredLayer(name, module, weight, bias, tap))
+        for name, module in model.named_modules() if catching.per_sample else ():
+            parts = attention_parts(module)
+            if parts is None or not parts[0].requires_grad:
+                continue
+            weight, bias = parts
+            bias = bias if bias is not None and bias.requires_grad else None
+            if catching.outputs and bias is None:
+                announce(f"optim: no output vectors of {name}, which has no bias; the first-order rule updates it")
+                continue
+            self.layers.append(
+                CoveredLayer(
+                    name, module, weight, bias,
+                    AttentionTap(weight, catching, self.masking, self._catcher),
+                )
+            )  # fmt: skip
+        self._handles: list[Any] = []
+        try:
+            for layer in self.layers:
+                self._handles.append(layer.module.register_forward_hook(layer.tap, with_kwargs=True))
+            self._handles += watch_projections(model, [(layer.module, layer.tap) for layer in self.layers])
+        except BaseException:
+            self.remove()
+            raise
+
+    def forget(self) -> None:
+        """Drops what a backward that has failed left behind."""
+        self._catcher.forget()
+
+    def remove(self) -> None:
+        """Takes the taps off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def head_over_words(model: nn.Module, part: PipelinePart | None = None) -> nn.Linear | None:
+    """The last linear layer, if it has a row for each word of an embedding; both of the whole model, in a pipeline.
+
+    Rows of rare words have gradients that are small and mostly noise: with one length for all they would not learn.
+    """
+    inside = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
+    heads = [module for module in model.modules() if isinstance(module, nn.Linear) and id(module) not in inside]
+    shapes = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if part is not None:
+        shapes = set(part.embeddings) if part.has_last_linear else set()
+    return heads[-1] if heads and tuple(heads[-1].weight.shape) in shapes else None
+
+
+def coverable(
+    model: nn.Module,
+    *,
+    with_attention: bool = False,
+    left: nn.Module | None = None,
+    tied: frozenset[int] = frozenset(),
+) -> Iterator[tuple[str, nn.Module, Layout, nn.Parameter, nn.Parameter | None]]:
+    """The layers that have vectors; what of the others has a weight matrix is announced.
+
+    Args:
+        model: The model.
+        with_attention: Whether attention has vectors by other means.
+        left: A layer that is left out.
+        tied: The ids of weights that layers elsewhere have too.
+    """
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for p in module.parameters(recurse=False):
+            owners[id(p)] = owners.get(id(p), 0) + 1
+    inside_attention = unseen_projections(model, seen=with_attention)
+    left_out: dict[str, None] = {}
+    for name, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        layout = None if id(module) in inside_attention else layout_of(module)
+        weight = own.get("weight")
+        if layout is None or weight is None:
+            covered_elsewhere = with_attention and attention_parts(module) is not None
+            if any(p.dim() >= 2 for p in own.values()) and not covered_elsewhere:
+                left_out.setdefault(type(module).__name__)
+            continue
+        if owners[id(weight)] > 1 or id(weight) in tied:
+            left_out.setdefault(f"{type(module).__name__} with a tied weight")
+            continue
+        if module is left:
+            left_out.setdefault(f"{name}, which has a row for each word of an embedding")
+            continue
+        if not weight.requires_grad or weight.numel() == 0:
+            continue
+        bias = own.get("bias")
+        is_shared = bias is not None and (owners[id(bias)] > 1 or id(bias) in tied)
+        if bias is not None and (is_shared or not bias.requires_grad or not layout.takes_bias):
+            bias = None
+        yield name, module, layout, weight, bias
+    if left_out:
+        announce(f"optim: no vectors of {', '.join(left_out)}; the first-order rule updates their weights")

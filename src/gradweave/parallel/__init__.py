@@ -1,0 +1,1 @@
+"""Training on several devices: replicas, pipelines, and nodes of replicas."""

@@ -1,0 +1,355 @@
+"""How nodes agree: whether an exchange counted, and who is still there.
+
+The store that the process group was made with is the judge: the first verdict written there holds, and
+everyone reads that one. It lives on one node; where that is lost, nobody can agree and everybody stops.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from statistics import fmean
+from threading import Lock, Thread
+from typing import Generic, Protocol, TypeVar
+
+from gradweave.errors import LostNodeError
+from gradweave.parallel.daso.cadence import NOTHING_MEASURED, Figures
+
+T = TypeVar("T")
+
+SOUND, OVERFLOW = -1, -2
+"""Instead of the number of a node that sent numbers which are not finite."""
+_KEPT = 2
+"""Exchanges whose votes stay in the store, for those that are late."""
+_SHORTEST, _LONGEST = 0.001, 0.02
+_ROLL_CALL = 1.5
+"""Timeouts that a roll call takes: who waits for a third node hears nothing of the one that is lost for a whole
+timeout, and may have begun later than those that heard of it at once."""
+_LEAVING = 30.0
+"""Most seconds that the host of the store waits at the end for ranks that have not read the last verdict."""
+
+
+class Store(Protocol):
+    """What is used of a torch.distributed store."""
+
+    def set(self, key: str, value: str) -> None: ...  # noqa: D102
+    def get(self, key: str) -> bytes: ...  # noqa: D102
+    def add(self, key: str, amount: int) -> int: ...  # noqa: D102
+    def check(self, keys: list[str]) -> bool: ...  # noqa: D102
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...  # noqa: D102
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...  # noqa: D102
+    def delete_key(self, key: str) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class Vote:
+    """What a node says when its transfer has ended.
+
+    Attributes:
+        arrived: Whether it has the sum.
+        finite: Whether what it sent was.
+        holds: Whether the sum still is.
+        contributes: Whether what it sent counts.
+        done: Whether it has trained all its batches.
+        steps: How many those were.
+        state: Size of its optimizer's state.
+        figures: What it measured.
+    """
+
+    arrived: bool
+    finite: bool = True
+    holds: bool = True
+    contributes: bool = True
+    done: bool = False
+    steps: int = 0
+    state: int = 0
+    figures: Figures = NOTHING_MEASURED
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What holds for all nodes.
+
+    Attributes:
+        counted: Whether the exchange took place; if not, everybody's weights stay as they are.
+        contributing: How many nodes the sum is of.
+        done: Whether no node has batches left.
+        state: Size of the optimizers' state; -1 where they differ.
+        broken: Node that sent numbers which are not finite, or ``SOUND``, or ``OVERFLOW``.
+        figures: Agreed measurements.
+        alive: Nodes that go on.
+        steps: The most that a node has trained, of those that are done.
+    """
+
+    counted: bool
+    contributing: int = 0
+    done: bool = False
+    state: int = -1
+    broken: int = SOUND
+    figures: Figures = NOTHING_MEASURED
+    alive: tuple[int, ...] = ()
+    steps: int = 0
+
+    @property
+    def sound(self) -> bool:
+        """Whether the sum may be merged."""
+        return self.counted and self.broken == SOUND
+
+    def as_list(self) -> list[float]:
+        """As numbers, for ranks that do not speak with the store."""
+        f = self.figures
+        head = [self.counted, self.contributing, self.done, self.state, self.broken, self.steps]
+        return [float(x) for x in (*head, f.seconds, f.compute, f.loss, f.lr, f.work, *self.alive)]
+
+    @staticmethod
+    def from_list(numbers: Sequence[float]) -> Verdict:
+        """The inverse of :meth:`as_list`; negative numbers at the end are padding."""
+        counted, contributing, done, state, broken, steps, seconds, compute, loss, lr, work, *alive = numbers
+        figures = Figures(seconds, compute, loss, lr, work)
+        nodes = tuple(int(node) for node in alive if node >= 0)
+        return Verdict(
+            bool(counted), int(contributing), bool(done), int(state), int(broken), figures, nodes, int(steps)
+        )
+
+
+@dataclass(frozen=True)
+class Members:
+    """Nodes that take part, and how often that has changed."""
+
+    nodes: tuple[int, ...]
+    generation: int = 0
+
+
+class Connections:
+    """Connections to the store, one for each conversation: on a connection, waiting holds up everybody else.
+
+    Args:
+        connect: Makes one.
+        ready: How many to make at once, since making one may take seconds.
+    """
+
+    def __init__(self, connect: Callable[[], Store], *, ready: int = 1) -> None:
+        self._connect = connect
+        self._lock = Lock()
+        self._free = [connect() for _ in range(ready)]
+
+    @contextmanager
+    def one(self) -> Iterator[Store]:
+        """A connection for one user at a time."""
+        with self._lock:
+            store = self._free.pop() if self._free else None
+        if store is None:
+            store = self._connect()
+        try:
+            yield store
+        finally:
+            with self._lock:
+                self._free.append(store)
+
+    def close(self) -> None:
+        """Lets go of all that are not in use."""
+        with self._lock:
+            self._free.clear()
+
+
+class Agreement:
+    """This node's side of every vote.
+
+    Where the store cannot be reached, a call here may hang for long: have it made by :meth:`ask`.
+
+    Args:
+        stores: Connections to a store that all nodes reach.
+        node: Index of this node.
+        nodes: Those that take part.
+        timeout: Seconds to wait for the others.
+    """
+
+    def __init__(self, stores: Connections, *, node: int, nodes: Sequence[int], timeout: float) -> None:
+        self._stores = stores
+        self._node = node
+        self._timeout = timeout
+        self._threads: list[Thread] = []
+        self.members = Members(tuple(nodes))
+
+    @property
+    def alive(self) -> tuple[int, ...]:
+        """Nodes that take part at present."""
+        return self.members.nodes
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a transfer, its vote and a roll call have ended if they ever do."""
+        return (2.5 + _ROLL_CALL) * self._timeout
+
+    def vote(self, number: int, vote: Vote, members: Members | None = None) -> Verdict:
+        """Says how exchange ``number`` ended here, and returns what holds for all.
+
+        Args:
+            number: Of the exchange.
+            vote: What this node says.
+            members: Those that took part when it was sent, if that may have changed since: two exchanges may be
+                under way, and when both fail nodes must not call the roll in different generations.
+        """
+        members = members or self.members
+        key = f"exchange/{number}"
+        with _lost_store(), self._stores.one() as store:
+            store.set(f"{key}/{self._node}", json.dumps(asdict(vote)))
+            if not vote.arrived:
+                _judge(store, key, Verdict(False))
+            elif store.add(f"{key}/votes", 1) == len(members.nodes):
+                _judge(store, key, _count(store, key, members.nodes))
+                _forget(store, number - _KEPT, members.nodes)
+            try:
+                store.wait([f"{key}/verdict"], timedelta(seconds=self._timeout))
+            except RuntimeError:
+                _judge(store, key, Verdict(False))
+            verdict = json.loads(store.get(f"{key}/verdict"))
+        verdict["figures"] = Figures(**verdict["figures"])
+        counted = Verdict(**{**verdict, "alive": members.nodes})
+        return counted if counted.counted else Verdict(False, alive=self.roll_call(members=members)[0])
+
+    def use(self, stores: Connections) -> None:
+        """Votes from now on where nobody has voted yet."""
+        self._stores = stores
+
+    def roll_call(
+        self, step: int = 0, *, timeouts: float = _ROLL_CALL, members: Members | None = None
+    ) -> tuple[tuple[int, ...], int]:
+        """Finds out which nodes are still there, those that answer in time, and the latest step one of them is at."""
+        members = members or self.members
+        key = f"generation/{members.generation}"
+        with _lost_store(), self._stores.one() as store:
+            store.set(f"{key}/{self._node}", str(step))
+
+            def all_here() -> bool:
+                return store.check([f"{key}/verdict"]) or store.check([f"{key}/{n}" for n in members.nodes])
+
+            _wait(all_here, timeouts * self._timeout)
+            here = [node for node in members.nodes if store.check([f"{key}/{node}"])]
+            latest = max(int(store.get(f"{key}/{node}")) for node in here)
+            store.compare_set(f"{key}/verdict", "", json.dumps([here, latest]))
+            here, latest = json.loads(store.get(f"{key}/verdict"))
+        return tuple(here), latest
+
+    def regrouped(self, alive: Sequence[int]) -> None:
+        """Told, on every rank, that from now on these nodes take part."""
+        self.members = Members(tuple(alive), self.members.generation + 1)
+
+    def leave(self, ranks: int, *, host: bool) -> None:
+        """Tells the rank that hosts the store that this one needs it no more; that one waits for all, but not long.
+
+        Args:
+            ranks: How many there are.
+            host: Whether the store may live in this process.
+        """
+        with suppress(RuntimeError), self._stores.one() as store:
+            store.add("left", 1)
+            if host:
+                _wait(lambda: store.add("left", 0) >= ranks, min(self._timeout, _LEAVING))
+
+    def ask(self, question: Callable[[], T], *, name: str) -> Asked[T]:
+        """Asks a question to other nodes on a thread of its own, which is known here for as long as it runs."""
+        asked = Asked(question, patience=self.patience, name=name)
+        self._threads = [*self.busy, asked.thread]
+        return asked
+
+    @property
+    def busy(self) -> list[Thread]:
+        """Threads that still ask."""
+        return [thread for thread in self._threads if thread.is_alive()]
+
+    def close(self) -> None:
+        """Lets go of the store."""
+        self._stores.close()
+
+
+def _judge(store: Store, key: str, verdict: Verdict) -> None:
+    store.compare_set(f"{key}/verdict", "", json.dumps(asdict(verdict)))
+
+
+def _wait(ready: Callable[[], bool], seconds: float) -> bool:
+    """Polls, for what no single key tells."""
+    deadline, pause = time.monotonic() + seconds, _SHORTEST
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST)
+    return True
+
+
+def _forget(store: Store, number: int, nodes: Sequence[int]) -> None:
+    names = [*map(str, nodes), "votes", "verdict"] if number >= 0 else []
+    for name in names:
+        # Not every store can delete.
+        with suppress(RuntimeError):
+            store.delete_key(f"exchange/{number}/{name}")
+
+
+def _count(store: Store, key: str, nodes: Sequence[int]) -> Verdict:
+    votes = {node: json.loads(store.get(f"{key}/{node}")) for node in nodes}
+    figures = [Figures(**vote["figures"]) for vote in votes.values()]
+    states = {vote["state"] for vote in votes.values()}
+    broken = [node for node, vote in votes.items() if not vote["finite"]]
+    if not broken and not all(vote["holds"] for vote in votes.values()):
+        broken = [OVERFLOW]
+    return Verdict(
+        counted=True,
+        contributing=sum(vote["contributes"] for vote in votes.values()),
+        done=all(vote["done"] for vote in votes.values()),
+        state=states.pop() if len(states) == 1 else -1,
+        broken=broken[0] if broken else SOUND,
+        steps=max(vote["steps"] for vote in votes.values()),
+        figures=Figures(
+            # A node that sends early also waits for the last one; what that one sees is the transfer.
+            seconds=_of([f.seconds for f in figures], min),
+            compute=_of([f.compute for f in figures], fmean),
+            loss=_of([f.loss for f in figures], fmean),
+            lr=figures[0].lr,
+            work=_of([f.work for f in figures], fmean),
+        ),
+    )
+
+
+@contextmanager
+def _lost_store() -> Iterator[None]:
+    """Says what it means when the store is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostNodeError("the node that hosts the store cannot be reached") from error
+
+
+class Asked(Generic[T]):
+    """A question to other nodes, asked on a thread of its own."""
+
+    def __init__(self, question: Callable[[], T], *, patience: float, name: str) -> None:
+        self._answer: list[T] = []
+        self._error: Exception | None = None
+        self._patience = patience
+
+        def ask() -> None:
+            try:
+                self._answer.append(question())
+            except Exception as error:
+                self._error = error
+
+        self.thread = Thread(target=ask, name=name, daemon=True)
+        self.thread.start()
+
+    def answer(self) -> T:
+        """Waits for it, but not for ever."""
+        self.thread.join(self._patience)
+        if self._answer:
+            return self._answer[0]
+        raise self._error or LostNodeError("the node that hosts the store does not answer")
+
+
+def _of(values: list[float], how: Callable[[list[float]], float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return how(known) if known else math.nan

@@ -1,0 +1,6 @@
+"""Data parallel without a barrier between steps, weight gradients of the first layers last."""
+
+from gradweave.parallel.data_parallel.api import DataParallel
+from gradweave.parallel.data_parallel.failures import LostRankError
+
+__all__ = ["DataParallel", "LostRankError"]

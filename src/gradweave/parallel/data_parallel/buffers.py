@@ -1,0 +1,36 @@
+"""Buffers that are the first rank's on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradweave.parallel.data_parallel.failures import named
+
+
+class BufferSharing:
+    """Gives everybody the first rank's buffers, in one message for each type.
+
+    Args:
+        model: Whose buffers.
+        group: Of its own, so that buffers do not queue up behind gradients.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self._model = model
+        self._group = group
+        self._root = dist.get_global_rank(group, 0)
+
+    def share(self) -> None:
+        """All ranks come here together."""
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in self._model.buffers():
+            by_type.setdefault(buffer.dtype, []).append(buffer)
+        with torch.no_grad(), named("buffers could not be shared"):
+            for buffers in by_type.values():
+                message = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                dist.broadcast(message, self._root, group=self._group)
+                if dist.get_rank(self._group) > 0:
+                    for buffer, part in zip(buffers, message.split([b.numel() for b in buffers]), strict=True):
+                        buffer.data.copy_(part.view(buffer.shape))  # a backward may have to come that keeps the buffer

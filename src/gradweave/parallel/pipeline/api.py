@@ -1,0 +1,337 @@
+"""``Pipeline``: a model whose layers are on several ranks, trained by torch's pipelining runtime."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradweave._compat.pipelining import make_runtime
+from gradweave.errors import GradweaveError
+from gradweave.parallel.pipeline.autocast import Precision
+from gradweave.parallel.pipeline.checkpoint import gather_state, own_state
+from gradweave.parallel.pipeline.checks import BatchShapes, check_layers, check_model, check_parameters, device_of
+from gradweave.parallel.pipeline.clipping import clip_grad_norm, places_of
+from gradweave.parallel.pipeline.part import Mark
+from gradweave.parallel.pipeline.plan_agreement import agree, refuse_together
+from gradweave.parallel.pipeline.planner import Plan, Settings
+from gradweave.parallel.pipeline.process_group import Together
+from gradweave.parallel.pipeline.stage import Stage, total
+from gradweave.parallel.pipeline.tied import TiedGradients, find_ties
+from gradweave.parallel.pipeline.weight_gradients import Ledger
+from gradweave.schedule.costs import Costs
+from gradweave.schedule.links import Link
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Pipeline:
+    """This rank's part of a model that is spread over the ranks of a group, layer by layer.
+
+    Every rank gives the same arguments, and the same layers; each keeps those of its own stages. A step adds
+    to gradients what ``loss_fn(model(x), target)``, averaged over the micro-batches, would add.
+
+    Args:
+        model: The layers, in order. What goes from one to the next is a tensor, or a tuple of tensors, whose
+            shape does not change.
+        loss_fn: Called as ``loss_fn(output, target)`` for each micro-batch, on the rank of the last stage.
+        microbatches: How many parts a batch is cut into.
+        policy: The schedule: ``"fast_forward"`` and ``"modulo"`` are ours, ``"gpipe"``, ``"one_f_one_b"``,
+            ``"interleaved"``, ``"interleaved_zero_bubble"`` and ``"zbv"`` are torch's, ``"auto"`` simulates all
+            of them and takes the fastest.
+        group: Layers per stage where a rank has several stages; None to find out by simulation.
+        max_in_flight: Most micro-batches that have entered and not left; for our own schedules.
+        byte_budget: Bytes that a rank may hold for micro-batches in flight, as simulated from ``costs``. Weight
+            gradients that wait may never keep more than that alive.
+        costs: What each layer costs, from :func:`measure_layers`; those of the first rank count. Without them,
+            layers count as equal.
+        link: Between ranks; None measures it where costs are given.
+        split: ``"fast"`` takes the two halves of backward apart in linear and convolution layers; ``"torch"``
+            has torch walk the graph, for layers of other kinds.
+        device: Where this rank's layers go; None leaves them where they are.
+        process_group: The ranks; None for all.
+        timeout: Seconds after which waiting for another rank is an error; None for torch's default.
+
+    Attributes:
+        module: This rank's layers, under their names in the whole model: for optimizers and checkpoints.
+        plan: The schedule that was chosen, and what it is predicted to take.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential,
+        loss_fn: Loss,
+        *,
+        microbatches: int,
+        policy: str = "modulo",
+        group: int | None = None,
+        max_in_flight: int | None = None,
+        byte_budget: int | None = None,
+        costs: Costs | None = None,
+        link: Link | None = None,
+        split: str = "fast",
+        device: torch.device | str | None = None,
+        process_group: Any = None,
+        timeout: float | None = None,
+    ) -> None:
+        self._together = Together(process_group, timeout)
+        self._stages: list[Stage] = []
+        self._runtime: Any = None
+        self._mark: Mark | None = None
+        try:
+            settings = Settings(policy, microbatches, group, max_in_flight, byte_budget, split)
+            where = None if device is None else torch.device(device)
+            layers, problem = _checked(model, self._together.size)
+            self.plan: Plan = agree(
+                self._together, settings, layers, costs, link,
+                device=where or device_of(layers), problem=self._together.problem or problem,
+            )  # fmt: skip
+            self._build(layers, loss_fn, settings, where)
+        except BaseException as error:
+            self._drop_runtime()
+            self._together.leave(error)
+            raise
+
+    def _build(
+        self, layers: list[tuple[str, nn.Module]], loss_fn: Loss, settings: Settings, device: torch.device | None
+    ) -> None:
+        program, runs, together = self.plan.program, self.plan.runs, self._together
+        stages = program.stages_of(together.rank)
+        rank_of_layer = [program.rank_of[stage] for stage, run in enumerate(runs) for _ in run]
+        own = [layers[i] for stage in stages for i in runs[stage]]
+        self._layer_names = [name for name, _ in layers]
+        wide = any(p.dtype is torch.float64 for _, layer in layers for p in layer.parameters())
+        self._widest = torch.float64 if wide else torch.float32
+        self._places = places_of(layers)
+        ties = find_ties(layers, rank_of_layer)
+        self.module = nn.Sequential(OrderedDict(own))
+        if device is not None:
+            self.module.to(device)
+        self.device = check_layers(self.module, device)
+        self._params = dict(self.module.named_parameters(remove_duplicate=False))
+        self._tied = TiedGradients(ties, self._params, together)
+        self._precision = Precision(self.device)
+        self._ledger = Ledger(settings.byte_budget)
+        self._loss_fn = loss_fn
+        self._loss_factor = 1.0
+        self._losses: list[torch.Tensor] = []
+        self._started = self._is_trying = False
+        self._steps = 0
+        self._heeds_others = True
+        self._shapes = BatchShapes(program.microbatches)
+        self._first, self._last = 0 in stages, program.stages - 1 in stages
+        self._stages = [
+            Stage(
+                [layers[i] for i in runs[stage]], stage, program.stages, self.device, together.group,
+                self._ledger if settings.split == "fast" else None, self._precision,
+            )
+            for stage in stages
+        ]  # fmt: skip
+        self._mark = Mark(layers, list(self.module), self._tied.own, together)
+        self._runtime = make_runtime(
+            program.policy, program.ranks, self._stages, program.microbatches, self._loss, self._trial
+        )
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this rank needs inputs."""
+        return self._first
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank needs targets, and knows the loss."""
+        return self._last
+
+    @property
+    def most_bytes_held(self) -> int:
+        """The most bytes that weight gradients which waited have kept alive on this rank, besides activations."""
+        return self._ledger.most_held
+
+    def step(self, inputs: Any = None, target: Any = None, *, loss_factor: float = 1.0) -> torch.Tensor | None:
+        """Runs forward and backward of a batch; gradients add up until they are cleared.
+
+        Args:
+            inputs: The batch; used on the rank of the first stage.
+            target: Used on the rank of the last stage.
+            loss_factor: What the loss is multiplied by before backward, such as 1 / 4 where gradients of four
+                steps add up to one.
+
+        Returns:
+            The mean loss of the micro-batches, without the factor, on the rank of the last stage; None elsewhere.
+        """
+        self._check_running()
+        self._steps += 1
+        given, wanted = self._admitted(inputs, target)
+        try:
+            self._loss_factor = loss_factor
+            with self._tied.summed(), self._precision.left():
+                self._runtime.step(*given, target=wanted, losses=[], return_outputs=False)
+            self._started = True
+            return torch.stack(self._losses).mean() if self._losses else None
+        except BaseException as error:
+            self._stop(error)
+            raise
+        finally:
+            self._losses.clear()
+
+    def _admitted(self, inputs: Any, target: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
+        """What the runtime is given of a batch.
+
+        Raises:
+            GradweaveError: For what cannot be trained with. If all ranks find that, the pipeline can go on.
+        """
+        given: tuple[torch.Tensor, ...] = ()
+        wanted = problem = None
+        try:
+            if not torch.is_grad_enabled():
+                raise GradweaveError(
+                    "step() under no_grad() or inference_mode(): it trains; to evaluate, gather the state into the "
+                    "plain model, or take a step outside of that and drop its gradients"
+                )
+            check_parameters(self.module)
+            given = self._shapes.inputs(inputs) if self._first else ()
+            wanted = self._shapes.target(target) if self._last else None
+            beside = ({} if self._first else {"inputs": inputs}) | ({} if self._last else {"target": target})
+            if self._heeds_others and self._shapes.is_odd(**beside):
+                reason = self._together.refusal(self._steps)
+                self._heeds_others = reason is not None
+                problem = None if reason is None else GradweaveError(reason)
+        except GradweaveError as error:
+            problem = error
+        try:
+            if not self._started:
+                refuse_together(self._together, problem)
+            elif problem is not None and self._together.all_refuse(self._steps, str(problem)):
+                raise problem
+        except GradweaveError:
+            if not self._started:
+                self._shapes = BatchShapes(self.plan.program.microbatches)
+            raise
+        except BaseException as error:
+            self._stop(error)
+            raise
+        if problem is not None:
+            self._stop(problem)
+            raise problem
+        return given, wanted
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips as ``torch.nn.utils.clip_grad_norm_`` would with the whole model; all ranks call it.
+
+        Returns:
+            The norm of all gradients of the model, before.
+        """
+        self._check_running()
+        try:
+            return clip_grad_norm(
+                self._params, self._places, self._tied.counted_elsewhere(), self._together,
+                max_norm=max_norm, norm_type=norm_type, like=torch.empty(0, dtype=self._widest, device=self.device),
+            )  # fmt: skip
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the whole model's state, under the names of the whole model."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes this rank's part out of the whole model's state, or of this rank's own; all ranks call it.
+
+        Raises:
+            GradweaveError: On all ranks, if an entry is missing on one of them; nothing is loaded then.
+        """
+        self._check_running()
+        own: dict[str, Any] = {}
+        problem: GradweaveError | None = None
+        try:
+            own = own_state(self.module, state)
+        except GradweaveError as error:
+            problem = error
+        try:
+            refuse_together(self._together, problem)
+            self.module.load_state_dict(own)
+        except GradweaveError:
+            raise
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    def gather_state_dict(self) -> dict[str, Any] | None:
+        """The whole model's state in the memory of the first rank's host; None on others. All ranks call it."""
+        self._check_running()
+        try:
+            return gather_state(self.module, self._layer_names, self._together)
+        except BaseException as error:
+            self._stop(error)
+            raise
+
+    def close(self) -> None:
+        """Leaves the pipeline's process group; layers, gradients and optimizers stay.
+
+        Connections are closed once all ranks have called this; where one does not within seconds, they last as
+        long as the process.
+        """
+        self._drop_runtime()
+        self._together.close()
+
+    def _drop_runtime(self) -> None:
+        """Has it let go of messages and the group, whoever still has it: connections close when nobody has these."""
+        if self._mark is not None:
+            self._mark.remove()
+        for stage in self._stages:
+            stage.group = None
+        self._stages.clear()
+        if self._runtime is not None:
+            vars(self._runtime).clear()
+            self._runtime = None
+
+    def _check_running(self) -> None:
+        if self._runtime is None:
+            raise GradweaveError(
+                "this pipeline has stopped after an error, or is closed: restart from a checkpoint, or make another one"
+            )
+
+    def _stop(self, error: BaseException) -> None:
+        """This rank cannot go on, and so nobody can."""
+        self._drop_runtime()
+        self._ledger.clear()
+        self._together.leave(error)
+
+    def _loss(self, output: Any, target: Any) -> torch.Tensor:
+        """Of one micro-batch, as it enters backward; in the trial run anything with a gradient does."""
+        if self._is_trying:
+            return total(output)
+        with self._precision.used():
+            loss = self._loss_fn(output, target)
+        self._losses.append(loss.detach())
+        if self._loss_factor != 1.0:
+            loss = loss * self._loss_factor
+        return loss / self.plan.program.microbatches
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Has torch's run on a first micro-batch, to find out shapes, leave nothing behind: not even in hooks."""
+        if self._started:
+            yield
+            return
+        self._is_trying = True
+        try:
+            with ExitStack() as stack:
+                for stage in self._stages:
+                    stack.enter_context(stage.trying())
+                yield
+        finally:
+            self._is_trying = False
+
+
+def _checked(model: Any, ranks: int) -> tuple[list[tuple[str, nn.Module]], GradweaveError | None]:
+    """A model's layers, or what is wrong with them: for the other ranks to hear of it."""
+    try:
+        return check_model(model, ranks), None
+    except GradweaveError as problem:
+        return [], problem

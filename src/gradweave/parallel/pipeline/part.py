@@ -1,0 +1,84 @@
+"""What a pipeline tells the optimizers of its ranks: they update parts of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradweave._runtime.claims import PipelineMark, PipelinePart
+from gradweave.errors import GradweaveError
+from gradweave.parallel.pipeline.process_group import Together
+
+_PATIENCE = timedelta(seconds=30)
+"""For an optimizer that another rank has not made yet; usually all have, before the step whose gradients they use."""
+
+
+class Mark:
+    """The marks on this rank's layers, until the pipeline is closed.
+
+    Args:
+        layers: Of the whole model.
+        own: Those on this rank.
+        tied: Parameters of this rank that other ranks have too.
+        together: The ranks.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[str, nn.Module]],
+        own: Sequence[nn.Module],
+        tied: Sequence[nn.Parameter],
+        together: Together,
+    ) -> None:
+        modules = [module for _, layer in layers for module in layer.modules()]
+        linears = [module for module in modules if isinstance(module, nn.Linear)]
+        here = {id(module) for layer in own for module in layer.modules()}
+        self._together: Together | None = together
+        self._optimizers = 0
+        self._complete: set[str] = set()
+        part = PipelinePart(
+            together.size,
+            frozenset(map(id, tied)),
+            frozenset(tuple(module.weight.shape) for module in modules if isinstance(module, nn.Embedding)),
+            bool(linears) and id(linears[-1]) in here,
+            self._enlist,
+            self._all_agree,
+        )
+        self._handles = [layer.register_load_state_dict_post_hook(PipelineMark(part)) for layer in own]
+
+    def remove(self) -> None:
+        """Takes the marks off the layers; optimizers decide by themselves from here on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._together = None
+
+    def _enlist(self) -> str:
+        name = f"optimizer-{self._optimizers}"
+        self._optimizers += 1
+        if self._together is not None:
+            self._together.note(f"{name}-{self._together.rank}")
+        return name
+
+    def _all_agree(self, name: str, flag: torch.Tensor) -> torch.Tensor:
+        together = self._together
+        if together is None:
+            return flag
+        if name not in self._complete:
+            self._wait_for_others(name, together)
+        opposed = (~flag).to(torch.float32).reshape(1)
+        dist.all_reduce(opposed, dist.ReduceOp.MAX, group=together.group)
+        return (opposed == 0).reshape(flag.shape)
+
+    def _wait_for_others(self, name: str, together: Together) -> None:
+        missing = together.missing([f"{name}-{rank}" for rank in range(together.size)], _PATIENCE)
+        if missing:
+            raise GradweaveError(
+                f"rank {missing[0]} of the pipeline has no optimizer of this kind, and all ranks decide together "
+                "whether a step is taken: make one of the same kind on each rank, before the first step"
+            )
+        self._complete.add(name)

@@ -1,0 +1,235 @@
+"""The ranks of a pipeline: a process group of their own, and how each learns why another one stopped."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules
+
+from gradweave._compat.distributed import group_count, part_of_default_store
+from gradweave.errors import ArgumentError, GradweaveError
+
+_PATIENCE = 2.0
+"""Seconds in which a rank that lost contact looks for another one's reason, or waits for others to close."""
+_LOST = ("gloo", "connection", "timed out", "timeout", "nccl", "broken pipe", "reset by peer")
+_MESSENGERS = ("torch.distributed", "gradweave.parallel.pipeline")
+
+
+class Together:
+    """The ranks of one pipeline.
+
+    The group is not the user's: a rank that fails leaves it, which closes its connections, so that those who
+    wait for it fail too, at once, leave it in turn, and find its reason in the store.
+
+    Args:
+        group: The ranks; None for all.
+        timeout: Seconds after which waiting for another rank is an error; None for torch's default.
+
+    Attributes:
+        problem: What is wrong with the timeout, for all ranks to hear of it: they need the group for that.
+    """
+
+    def __init__(self, group: Any, timeout: float | None) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise ArgumentError("group", group, "call torch.distributed.init_process_group() first, as under torchrun")
+        self.problem: ArgumentError | None = None
+        try:
+            limit = _limit(timeout)
+        except ArgumentError as problem:
+            self.problem, limit = problem, None
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._everybody = len(self._ranks) == dist.get_world_size()
+        if not self._everybody:
+            _check_counts(group, self.size)
+        self.group: Any = dist.new_group(
+            self._ranks,
+            timeout=limit, use_local_synchronization=not self._everybody,
+        )  # fmt: skip
+        self._count = group_count()
+        self._store: Any = part_of_default_store(f"gradweave-pipeline-{self.group.group_name}")
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on all ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def note(self, key: str, text: str = "") -> None:
+        """Leaves a note for the other ranks, without waiting for them."""
+        self._store.set(key, text)
+
+    def all_refuse(self, step: int, reason: str) -> bool:
+        """Whether all ranks refuse a step, of which nothing has been sent: then the pipeline can go on."""
+        self.note(f"refused-{step}-{self.rank}", reason)
+        keys = [f"refused-{step}-{rank}" for rank in range(self.size)]
+        return not self.missing(keys, timedelta(seconds=_PATIENCE))
+
+    def refusal(self, step: int) -> str | None:
+        """Why another rank refuses a step, if it does so within a while."""
+        ends = time.monotonic() + _PATIENCE / 2
+        while time.monotonic() < ends:
+            for rank in range(self.size):
+                if self._store.check([f"refused-{step}-{rank}"]):
+                    return str(self._store.get(f"refused-{step}-{rank}").decode())
+            time.sleep(0.02)
+        return None
+
+    def missing(self, keys: Sequence[str], patience: timedelta) -> list[int]:
+        """Which of some notes are not there after a while, by their number."""
+        try:
+            self._store.wait(list(keys), patience)
+        except (RuntimeError, dist.DistError):
+            return [number for number, key in enumerate(keys) if not self._store.check([key])]
+        return []
+
+    def global_rank(self, rank: int) -> int:
+        """What torch calls a rank of the pipeline."""
+        return self._ranks[rank]
+
+    def leave(self, error: BaseException) -> None:
+        """Ends this rank's part after an error, and lets go of all that waits on the network.
+
+        Raises:
+            GradweaveError: If another rank is at fault; else, the error is the caller's to raise.
+        """
+        lost = _is_lost_contact(error)
+        if lost:
+            reason = self._reason() or f"contact with another rank was lost ({_short(error)})"
+        else:
+            reason = f"rank {self.rank} failed with {_short(error)}"
+        with suppress(RuntimeError, dist.DistError):  # the rank that hosts the store may be gone
+            self._store.set(f"failure-{self.rank}", reason)
+        _empty_frames(error)
+        self._destroy()
+        if lost:
+            raise GradweaveError(
+                f"the pipeline has stopped: {reason}; weights are those of the last optimizer step: restart from a "
+                "checkpoint"
+            ) from None
+
+    def close(self) -> None:
+        """Ends this rank's part in peace; frees connections if all ranks do so, as others may still use them.
+
+        All of them come to the same verdict, so that all are in the same number of groups. A group of some ranks
+        is kept, and so is one after which others were made: torch numbers groups by how many there are, and would
+        give a name that is taken, or known to the store, to the next one.
+        """
+        with suppress(RuntimeError, dist.DistError):  # the rank that hosts the store may be gone
+            if self.group is not None and self._all_close():
+                self._destroy()
+        self.group = self._store = None
+
+    def _destroy(self) -> None:
+        if self.group is not None:
+            dist.destroy_process_group(self.group)
+            self.group = None
+
+    def _all_close(self) -> bool:
+        """Whether all ranks have called this, and none objects or has lost patience; all find the same."""
+        if not self._everybody or group_count() != self._count:
+            self._store.compare_set("verdict", "", "keep")
+            return False
+        if self._store.add("closed", 1) == self.size:
+            return bool(self._store.compare_set("verdict", "", "free") == b"free")
+        ends = time.monotonic() + _PATIENCE
+        while time.monotonic() < ends:
+            if self._store.check(["verdict"]):
+                return bool(self._store.get("verdict") == b"free")
+            time.sleep(0.01)
+        return bool(self._store.compare_set("verdict", "", "keep") == b"free")
+
+    def _reason(self) -> str | None:
+        """Why another rank has stopped, if it said so."""
+        ends = time.monotonic() + _PATIENCE
+        while time.monotonic() < ends:
+            try:
+                for rank in range(self.size):
+                    if self._store.check([f"failure-{rank}"]):
+                        return str(self._store.get(f"failure-{rank}").decode())
+            except (RuntimeError, dist.DistError):
+                return "the rank that hosts the store is gone"
+            time.sleep(0.05)
+        return None
+
+
+def _empty_frames(error: BaseException) -> None:
+    """Lets go of what a failed run has on the network, even while somebody keeps its error.
+
+    The variables that torch's schedule shares with its nested functions stay with those functions, which a frame
+    keeps when it is cleared: messages under way are taken out of them.
+    """
+    chained: BaseException | None = error
+    while chained is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(chained.__traceback__)]
+        frames = [frame for frame in frames if frame.f_globals.get("__name__") == schedules.__name__]
+        for frame in frames:
+            for value in list(frame.f_locals.values()):
+                if isinstance(value, (dict, list)):
+                    value.clear()
+        traceback.clear_frames(chained.__traceback__)
+        for frame in frames:
+            _ = frame.f_locals  # before Python 3.13, a copy that the frame keeps: this renews it
+        chained = chained.__cause__ or chained.__context__
+
+
+def _limit(timeout: Any) -> timedelta | None:
+    """As torch takes it."""
+    if timeout is None:
+        return None
+    try:
+        if timeout > 0:
+            return timedelta(seconds=timeout)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise ArgumentError("timeout", timeout, "give a positive number of seconds, or None")
+
+
+def _check_counts(group: Any, size: int) -> None:
+    """A group of some ranks is named by how many groups they have made: torch would wait for ever if these differ."""
+    counts: list[Any] = [None] * size
+    dist.all_gather_object(counts, group_count(), group=group)
+    if len(set(counts)) > 1:
+        raise ArgumentError("process_group", f"ranks in {counts} groups", "have all of its ranks make the same groups")
+
+
+def _is_lost_contact(error: BaseException) -> bool:
+    """Whether it was messages that failed, rather than what a user's layer, loss or hook does.
+
+    torch raises a plain RuntimeError for most of that, as users' code may; so what counts is who raised it.
+    """
+    error = _cause(error)
+    if isinstance(error, GradweaveError) or not isinstance(error, (RuntimeError, dist.DistError)):
+        return False
+    if not _raised_in(error).startswith(_MESSENGERS):
+        return False
+    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _LOST)
+
+
+def _raised_in(error: BaseException) -> str:
+    """The module whose code, or whose call into C++, raised an error."""
+    innermost = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        innermost = frame
+    return "" if innermost is None else str(innermost.f_globals.get("__name__", ""))
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What is behind an error, by way of all its causes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _short(error: BaseException) -> str:
+    """What happened, in a line: the cause behind all others."""
+    error = _cause(error)
+    line = " ".join(f"{type(error).__name__}: {error}".split())
+    return line if len(line) <= 300 else f"{line[:300]} ..."

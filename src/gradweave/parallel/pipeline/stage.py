@@ -1,0 +1,197 @@
+"""Stages: runs of layers as torch's pipelining runtime calls them."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from gradweave._compat.eager import is_view
+from gradweave._runtime.dry_run import unseen
+from gradweave.errors import GradweaveError
+from gradweave.parallel.pipeline.autocast import Precision
+from gradweave.parallel.pipeline.weight_gradients import HeldGradients, Ledger
+
+
+class StageLayers(nn.Module):
+    """The layers of one stage, under the names they have in the whole model.
+
+    What goes from one stage to the next is a tensor, or a tuple of tensors, which the next layer gets as one.
+    """
+
+    def __init__(
+        self, layers: Iterable[tuple[str, nn.Module]], held: HeldGradients | None, precision: Precision
+    ) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(OrderedDict(layers))
+        self._held = held
+        self._precision = precision
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageLayers:
+        """Copies of the layers, as the same stage runs them."""
+        return StageLayers(copy.deepcopy(list(self.layers.named_children()), memo), self._held, self._precision)
+
+    def forward(self, *given: Any) -> Any:
+        """Runs the layers; the weight gradients of linear and convolution layers are held back."""
+        if self._held is not None:
+            given = tuple(_Received.apply(x) if x.requires_grad else x for x in given)  # type: ignore[no-untyped-call]
+        value = given[0] if len(given) == 1 else given
+        with self._precision.used(), self._held.calls() if self._held is not None else nullcontext():
+            for layer in self.layers:
+                value = layer(value)
+        if isinstance(value, (tuple, list)):
+            if len(value) == 1:
+                names = ", ".join(name for name, _ in self.layers.named_children())
+                raise GradweaveError(
+                    f"layers {names} return a tuple of one tensor, which the next layer would get as a tensor; return "
+                    "the tensor"
+                )
+            return tuple(map(self._handed_on, value))
+        return self._handed_on(value)
+
+    def _handed_on(self, value: Any) -> Any:
+        """In one piece; torch's split of backward detaches it in place, which views cannot be."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value.contiguous()
+        return value.clone() if self._held is None and is_view(value) else value
+
+
+class _Received(torch.autograd.Function):
+    """What another stage has sent: layers may write to it in place, and its gradient is sent back in one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return grad.contiguous()
+
+
+class Stage(PipelineStage):
+    """torch's stage, whose weight gradients come from :class:`HeldGradients`.
+
+    Args:
+        layers: By name.
+        index: Of the stage.
+        count: Of stages.
+        device: Where it runs.
+        group: Of the pipeline's ranks.
+        ledger: What the rank holds back; None leaves the split of X and W to torch.
+        precision: Of forwards.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[tuple[str, nn.Module]],
+        index: int,
+        count: int,
+        device: torch.device,
+        group: Any,
+        ledger: Ledger | None,
+        precision: Precision,
+    ) -> None:
+        self._held = None if ledger is None else HeldGradients(ledger)
+        build = None if self._held is None else self._held.build
+        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] | None = None
+        self._needed: list[bool] | None = None
+        own = StageLayers(layers, self._held, precision)
+        super().__init__(own, index, count, device, group=group, dw_builder=build)
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch does it; what comes out must be what the next stage waits for, and sends gradients for."""
+        made = super().forward_one_chunk(*args, **kwargs)
+        if self.is_last:
+            return made
+        parts = made if isinstance(made, (tuple, list)) else (made,)
+        shapes = _shapes_of(made)
+        self._shapes = self._shapes or shapes
+        where = f"the output of stage {self.stage_index} (layers {self._names()})"
+        if shapes != self._shapes:
+            raise GradweaveError(
+                f"{where} was of shape {_shown(self._shapes)} for the first micro-batch, and is of shape "
+                f"{_shown(shapes)} now: it must not change; pad it, use the same precision in all steps, and "
+                "have hooks leave it as it is"
+            )
+        needed = [one.requires_grad for one in parts]
+        self._needed = self._needed or needed
+        if any(now and not before for now, before in zip(needed, self._needed, strict=True)):
+            raise GradweaveError(
+                f"{where} needs a gradient, and did not in the first step, so that the next stage sends none; thaw "
+                "layers before the first step, or make another pipeline"
+            )
+        if self._held is None and not any(one.requires_grad for one in parts):
+            raise GradweaveError(
+                f'{where} needs no gradient, with which split="torch" would lose the weight gradients of later stages; '
+                'use split="fast"'
+            )
+        return made
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Context of torch's run on a first micro-batch, which finds out shapes: of a copy without hooks."""
+        real = self.submod
+        with unseen(real, self.device) as stand_in:
+            self.submod = stand_in
+            seen = stand_in.register_forward_hook(self._note)
+            try:
+                yield
+            finally:
+                seen.remove()
+                self.submod = real
+
+    def _note(self, _: nn.Module, __: Any, made: Any) -> None:
+        """Remembers what the next stage has been told to wait for."""
+        if self.is_last:
+            return
+        odd = [
+            one for one in (made if isinstance(made, (tuple, list)) else (made,)) if not isinstance(one, torch.Tensor)
+        ]
+        if odd:
+            raise GradweaveError(
+                f"stage {self.stage_index} (layers {self._names()}) hands on {type(odd[0]).__name__!r}, and only "
+                "tensors can be sent: return a tensor or a tuple of them, or keep the layers that need it in one module"
+            )
+        self._shapes = _shapes_of(made)
+
+    def _names(self) -> str:
+        return ", ".join(name for name, _ in self.submod.layers.named_children())  # type: ignore[union-attr]
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """As torch does it; what a trial run may have left is forgotten.
+
+        For an input that is not used, torch would send zeros: weights that only it depends on would be decayed,
+        where without a pipeline they have no gradient and are left alone.
+        """
+        if self._held is not None:
+            self._held.tasks.clear()
+        given = () if self.is_first else self.fwd_cache[bwd_chunk_id][1]
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for number, (one, grad) in enumerate(zip(given, self.bwd_cache[bwd_chunk_id], strict=False)):
+            if one.requires_grad and grad is None:
+                raise GradweaveError(
+                    f"stage {self.stage_index} (layers {self._names()}) does not use tensor {number} of what it is "
+                    "given, which needs a gradient; do not hand it on, or detach() it in the layer that does"
+                )
+
+
+def _shown(shapes: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{shape} of {dtype}" for shape, dtype in shapes)
+
+
+def _shapes_of(made: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(one.shape), one.dtype) for one in (made if isinstance(made, (tuple, list)) else (made,))]
+
+
+def total(made: Any) -> torch.Tensor:
+    """What a gradient of each tensor can be taken of, in place of a loss."""
+    parts = [one for one in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(one, torch.Tensor)]
+    sums = [one.sum() for one in parts if one.requires_grad] or [one.sum() for one in parts]
+    return torch.stack([one.float() for one in sums]).sum()

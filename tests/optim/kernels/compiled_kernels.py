@@ -1,0 +1,119 @@
+"""Compiles the kernels for an H200, without one, as steps would launch them, and looks at how they read gradients.
+
+Call it with the type of the layers whose sums are compiled.
+"""
+
+import re
+import sys
+from importlib import import_module
+
+import torch
+from torch import nn
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from gradweave.optim import Eva, EvaF
+from gradweave.optim.kernels import first_order_triton, step_triton, sums, sums_tables, sums_triton, vectors_triton
+from gradweave.optim.kernels import step as fused
+from gradweave.optim.statistics import device_hooks
+
+MODULES = (step_triton, vectors_triton, first_order_triton, sums_triton)
+
+
+class NoGpu:
+    """As much of a driver as compiling takes."""
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, _):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+
+class Launch:
+    """A kernel whose launches compile it, with the types and alignments of real arguments, and no more."""
+
+    def __init__(self, name, seen):
+        self.kernel = next(getattr(module, name) for module in MODULES if hasattr(module, name))
+        self.ptx = seen.setdefault(name, {})
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            made = self.kernel.warmup(*args, grid=grid, **options)
+            self.ptx[made.hash] = made.asm["ptx"]
+
+        return launch
+
+
+class Kernels:
+    def __init__(self):
+        self.seen = {}
+
+    def __getattr__(self, name):
+        return Launch(name, self.seen)
+
+    def of(self, name):
+        return list(self.seen[name].values())
+
+
+def wide_accesses(ptx):
+    return len(re.findall(r"ld\.global[^;]*\.v4", ptx)), len(re.findall(r"st\.global[^;]*\.v4", ptx))
+
+
+def take_steps(cls, lr, first_order):
+    """Two steps with other addresses, of which some are not aligned."""
+    layers = [nn.Linear(300, 70), nn.Linear(64, 50), nn.Linear(9, 5), nn.Linear(301, 3), nn.LayerNorm(64)]
+    model = nn.ModuleList([*layers, nn.LayerNorm(9), nn.ConvTranspose2d(4, 4, 3)])
+    optimizer = cls(model, lr=lr, first_order=first_order)
+    for shift in range(2):
+        for p in model.parameters():
+            p.grad = torch.zeros(p.numel() + 4)[shift : shift + p.numel()].view(p.shape)
+        optimizer.step()
+
+
+def catch(dtype):
+    """Layers whose channels are wide and narrow, as they lie in memory behind each other and otherwise."""
+    layers = [
+        nn.Conv2d(64, 32, 3, padding=1),
+        nn.Conv2d(32, 16, 1),
+        nn.Conv2d(16, 3, 3),
+        nn.Flatten(),
+        nn.Linear(108, 8),
+    ]
+    for order in (torch.channels_last, torch.contiguous_format):
+        model = nn.Sequential(*layers).to(dtype).to(memory_format=order)
+        x = torch.randn(32, 64, 8, 8, dtype=dtype).contiguous(memory_format=order)
+        for optimizer in (Eva(model, lr=0.1, samples=8, faithful=True), EvaF(model, lr=0.1)):
+            model(x).square().mean().backward()
+            optimizer.detach()
+
+
+def main(dtype):
+    driver.set_active(NoGpu())
+    kernels = Kernels()
+    fused.has_kernels = lambda _: True
+    for module in (fused, sums, sums_tables, device_hooks):
+        module.import_module = lambda name: kernels if "kernels" in name else import_module(name)
+    take_steps(Eva, 0.1, "adamw")
+    take_steps(EvaF, torch.tensor(0.1), "sgd")
+    for name in ("measure", "apply", "measure_flat", "apply_adamw", "apply_sgd"):
+        wide = [wide_accesses(ptx) for ptx in kernels.of(name)]
+        assert any(loads for loads, _ in wide), name
+        assert name.startswith("measure") or any(stores for _, stores in wide), name
+        assert not all(loads for loads, _ in wide), name
+    catch(dtype)
+    for name in ("sum_one", "sum_many", "fold"):
+        assert any(re.search(r"ld\.global[^;]*\.v4|cp\.async\.cg[^;]*16", ptx) for ptx in kernels.of(name)), name
+    # Addresses and places in tables are no reason to compile anew.
+    assert len(kernels.of("write_numbers")) == 1
+    assert len(kernels.of("measure")) == 4, len(kernels.of("measure"))
+    assert len(kernels.of("measure_flat")) == 2
+    assert len(kernels.of("look")) == len(kernels.of("settle")) == len(kernels.of("commit")) == 1
+    print({name: len(found) for name, found in kernels.seen.items()})
+
+
+if __name__ == "__main__":
+    main(getattr(torch, sys.argv[1]))

@@ -1,0 +1,95 @@
+"""A model whose hooks do not run is found out in the first step, before anything has changed."""
+
+import gc
+import logging
+from weakref import ref
+
+import pytest
+import torch
+
+from gradweave._logging import _log_once
+from gradweave.errors import GradweaveError
+from gradweave.optim import Eva, EvaF
+from optim.models import loss_of, make_mlp, rows, train, weights
+
+compiling = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+
+
+@compiling
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+def test_a_model_that_was_compiled_and_run_before(cls):
+    torch.compiler.reset()
+    model, other = make_mlp(), make_mlp()
+    compiled = torch.compile(model, backend="eager")
+    loss_of(compiled, rows(1)[0]).backward()
+    model.zero_grad()
+    optimizer = cls(model)
+    before = weights(model)
+    loss_of(compiled, rows(1)[0]).backward()
+    with pytest.raises(GradweaveError, match=r"torch\.compiler\.reset\(\)"):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    torch.compiler.reset()
+    train(compiled, optimizer, rows())
+    train(other, cls(other), rows())
+    assert torch.equal(weights(model), weights(other))
+
+
+@compiling
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_model_that_is_compiled_after(fullgraph):
+    torch.compiler.reset()
+    model, other = make_mlp(), make_mlp()
+    optimizer = Eva(model)
+    train(model, optimizer, rows(2))
+    train(torch.compile(model, backend="eager", fullgraph=fullgraph), optimizer, rows())
+    plain = Eva(other)
+    train(other, plain, rows(2))
+    train(other, plain, rows())
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_a_step_of_zeros_makes_state_as_checkpoints_need_it():
+    model = make_mlp()
+    optimizer = Eva(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, rows(1))
+
+
+def test_layers_that_are_not_seen_are_named_once(caplog):
+    _log_once.cache_clear()
+    model = make_mlp()
+    optimizer = Eva(model)
+    loss_of(model, rows(1)[0]).backward()
+    optimizer.state[model[2].weight]["record"].zero_()
+    with caplog.at_level(logging.WARNING, logger="gradweave"):
+        optimizer.step()
+        optimizer.step()
+    assert ["2 have gradients" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+def test_gradients_made_by_hand_are_used_as_they_are_with_a_warning(cls, caplog):
+    _log_once.cache_clear()
+    model = make_mlp()
+    optimizer = cls(model)
+    before = weights(model)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with caplog.at_level(logging.WARNING, logger="gradweave"):
+        optimizer.step()
+    assert len(caplog.records) == 1
+    assert not torch.equal(weights(model), before)
+
+
+def test_listening_ends_with_the_first_step_and_keeps_no_weight():
+    model = make_mlp()
+    weight = ref(model[0].weight)
+    optimizer = Eva(model)
+    del model, optimizer
+    gc.collect()
+    assert weight() is None

@@ -1,0 +1,40 @@
+import torch
+from torch import nn
+
+from gradweave.parallel.daso import transfer
+from played_streams import Races, as_if_on_a_gpu
+
+
+def test_long_vectors_go_in_parts(monkeypatch):
+    monkeypatch.setattr(transfer, "CHUNK", 4)
+    vectors = [torch.arange(10.0), torch.zeros(0), torch.ones(3)]
+    parts = transfer.chunks(vectors)
+    assert [len(part) for part in parts] == [4, 4, 2, 3]
+    parts[1].zero_()
+    assert vectors[0].tolist() == [0, 1, 2, 3, 0, 0, 0, 0, 8, 9]
+
+
+def test_finite():
+    assert transfer.all_finite([torch.full((4,), 3e38), torch.zeros(0)])
+    assert not transfer.all_finite([torch.tensor([1.0, float("nan")])])
+    assert not transfer.all_finite([torch.tensor([float("inf")]), torch.ones(1)])
+
+
+def test_what_is_sent_aside_is_made_before_and_used_behind_it(monkeypatch):
+    """With streams that are played on the CPU."""
+    races = Races(monkeypatch)
+    with races:
+        vector = nn.Parameter(torch.ones(4), requires_grad=False)
+        with as_if_on_a_gpu():
+            aside = transfer._Aside([vector])
+        for _ in range(3):
+            vector.mul_(2)
+            with aside.entered():
+                total = vector * 3
+            with aside.again():
+                total.add_(1)
+            aside.join([total])
+            total + 0
+            del total
+    assert races.found == []
+    assert list(races.streams.values()) == [7, 6]

@@ -1,0 +1,142 @@
+import gc
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gradweave import plan
+from gradweave.errors import ArgumentError
+from gradweave.reordering.executor import Planned, crossing_in, turns_of
+from gradweave.reordering.interception import SplitCalls
+from gradweave.reordering.queue import Task, WeightGradientQueue
+from gradweave.schedule.builders import single
+from gradweave.schedule.costs import Costs, LayerCost
+from gradweave.schedule.tasks import Demand
+
+
+class Noting:
+    """A place that runs what it is given at once, and notes it."""
+
+    def __init__(self):
+        self.started = []
+        self.waited = []
+
+    def start(self, task):
+        self.started.append(task.layer)
+        task.compute()
+
+    def wait(self, task):
+        assert task.layer in self.started
+        self.waited.append(task.layer)
+
+
+def gradients(model, x, place=None, budget=None):
+    model.zero_grad()
+    if place is None:
+        model(x).square().sum().backward()
+    else:
+        weights = {number: (layer.weight, layer.bias) for number, layer in enumerate(model)}
+        queue = WeightGradientQueue(place, budget)
+        with SplitCalls(queue, weights):
+            loss = model(x).square().sum()
+        loss.backward()
+        assert queue.held == 0
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@given(st.data())
+def test_any_plan_gives_the_stock_gradients_in_its_order(data):
+    count = data.draw(st.integers(1, 5))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+    x = torch.randn(3, 4)
+    chosen = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+    turns = tuple((layer, data.draw(st.integers(0, layer) | st.none())) for layer in chosen)
+    budget = data.draw(st.none() | st.integers(0, 200))
+    place = Noting()
+    planned = Planned(place, turns)
+    expected = gradients(model, x)
+    for _ in range(2):
+        place.started.clear()
+        made = gradients(model, x, planned, budget)
+        assert all(torch.equal(a, b) for a, b in zip(made, expected, strict=True))
+        in_order = iter(chosen)
+        assert all(layer in in_order for layer in place.started)
+        assert budget is not None or place.started == chosen
+        assert sorted(place.waited[-len(place.started) :]) == sorted(place.started)
+
+
+def cost(name, seconds):
+    half = Demand(0.5, 0.5)
+    return LayerCost(name, seconds, seconds, seconds, 0.1, 1, 1, 1, "", half, half, half, half)
+
+
+@pytest.mark.parametrize("policy", ["side_stream", "joint"])
+def test_turns_of_a_schedule(policy):
+    costs = Costs(tuple(cost(f"layer{i}", 1.0 + i) for i in range(4)))
+    schedule = plan(single(costs), policy=policy)
+    turns = turns_of(schedule, {1: 0, 2: 1, 3: 2})
+    assert {layer for layer, _ in turns} <= {0, 1, 2}
+    if policy == "side_stream":
+        assert turns == ((2, None), (1, None), (0, None))
+    assert all(after is None or after >= layer for layer, after in turns) or policy == "joint"
+
+
+def test_what_is_put_off_into_the_next_forward_begins_behind_all_input_gradients():
+    idle, busy = Demand(0.1, 0.1), Demand(1.0, 1.0)
+    layers = [LayerCost(f"{i}", 2.0, 1.0, 1.0, 0.0, 1, 1, 1, "", idle, busy, Demand(0.9, 0.9), idle) for i in range(6)]
+    schedule = plan(single(Costs(tuple(layers))), policy="cross_step")
+    numbers = {index: index - 1 for index in range(1, 6)}
+    crossing = crossing_in(schedule, numbers)
+    assert crossing
+    assert 0 not in crossing
+    turns = turns_of(schedule, numbers)
+    assert all(after == 0 for layer, after in turns if layer in crossing)
+    for policy in ("side_stream", "joint"):
+        assert not crossing_in(plan(single(Costs(tuple(layers))), policy=policy), numbers)
+
+
+def test_a_schedule_for_several_devices_is_refused():
+    costs = Costs.uniform(2)
+    with pytest.raises(ArgumentError, match="schedule"):
+        turns_of(plan(single(costs), policy="in_order"), {0: 0})
+
+
+def test_layers_keep_their_numbers_where_some_are_frozen():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[1].requires_grad_(False)
+    place = Noting()
+    queue = WeightGradientQueue(Planned(place, ((3, None), (2, 0))))
+    with SplitCalls(queue, {number: (layer.weight, layer.bias) for number, layer in enumerate(model)}):
+        loss = model(torch.randn(3, 4)).sum()
+    loss.backward()
+    assert place.started == [3, 2]
+
+
+def test_a_backward_that_fails_takes_its_tasks_along():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("on purpose")
+
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    queue = WeightGradientQueue(Planned(Noting(), ((1, None), (0, None))))
+    for fails in (True, False):
+        with SplitCalls(queue, {number: (layer.weight, layer.bias) for number, layer in enumerate(layers)}):
+            x = layers[0](torch.ones(2, 4))
+            loss = layers[1](Fails.apply(x) if fails else x).sum()
+        if fails:
+            with pytest.raises(ValueError, match="on purpose"):
+                loss.backward()
+        else:
+            loss.backward()
+        del loss, x
+    gc.collect()
+    assert queue.held == 0
+    assert not [one for one in gc.get_objects() if type(one) is Task]

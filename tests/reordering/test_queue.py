@@ -1,0 +1,105 @@
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradweave.errors import GradweaveError
+from gradweave.reordering.lanes import InLine
+from gradweave.reordering.queue import Task, WeightGradientQueue
+
+
+def task(layer, elements, ran):
+    grad = torch.ones(elements)
+
+    def compute():
+        ran.append(layer)
+        return grad.sum(), None
+
+    return Task(layer, (grad,), compute)
+
+
+@given(st.lists(st.integers(0, 9), max_size=20), st.integers(0, 100) | st.none(), st.randoms())
+def test_the_oldest_run_over_the_bound_and_each_runs_once(sizes, budget, random):
+    ran = []
+    queue = WeightGradientQueue(InLine(), budget)
+    tasks = [task(number, size, ran) for number, size in enumerate(sizes)]
+    for one in tasks:
+        queue.add(one)
+        assert budget is None or queue.held <= budget
+        assert queue.held == sum(t.held for t in tasks[: one.layer + 1] if not t.is_finished)
+    assert ran == sorted(ran)
+    random.shuffle(tasks)
+    for one in tasks:
+        queue.finish(one)
+        queue.finish(one)
+        assert float(one.take()[0]) == sizes[one.layer]
+        with pytest.raises(GradweaveError, match="gone"):
+            one.take()
+    assert queue.held == 0
+    assert sorted(ran) == list(range(len(sizes)))
+    assert budget is None or queue.most_held <= budget
+
+
+def test_a_task_goes_with_its_graph():
+    ran = []
+    queue = WeightGradientQueue(InLine())
+    one = task(0, 4, ran)
+    queue.add(one)
+    assert queue.held == 16
+    del one
+    assert (queue.held, ran) == (0, [])
+
+
+def test_a_task_that_outlives_its_backward_holds_all_its_inputs_within_the_bound():
+    queue = WeightGradientQueue(InLine(), 100)
+    tasks = []
+    for layer in range(3):
+        grad, x = torch.ones(4), torch.ones(8)
+        tasks.append(Task(layer, (grad,), lambda grad=grad, x=x: (grad.sum() + x.sum(), None), (x,)))
+        queue.add(tasks[-1])
+    assert queue.held == 3 * 16
+    assert all(one.can_outlive for one in tasks)
+    for one in tasks:
+        queue.outlive(one)
+        assert queue.held <= 100
+    assert queue.most_held <= 100
+    assert tasks[0].is_finished
+    assert [float(queue.finish_and_take(one)[0]) for one in tasks] == [12.0] * 3
+    assert queue.held == 0
+
+
+def test_inputs_that_were_overwritten_are_noticed():
+    queue = WeightGradientQueue(InLine())
+    grad, x = torch.ones(4), torch.ones(8)
+    one = Task(0, (grad,), lambda: (grad.sum() + x.sum(), None), (x,))
+    queue.add(one)
+    queue.outlive(one)
+    x.zero_()
+    with pytest.raises(GradweaveError, match="changed in place"):
+        queue.make_ready(one)
+    with pytest.raises(GradweaveError, match="changed in place"):
+        queue.finish(one)
+    queue.drop(one)
+    assert queue.held == 0
+
+
+def test_a_recorder_sees_each_task_once():
+    seen = []
+
+    @contextmanager
+    def recorder(layer):
+        seen.append(layer)
+        yield
+
+    queue = WeightGradientQueue(InLine())
+    queue.recorder = recorder
+    ran = []
+    one, two = task(0, 4, ran), task(1, 4, ran)
+    queue.add(one)
+    queue.recorder = None
+    queue.add(two)
+    assert float(queue.finish_and_take(one)[0]) == 4
+    queue.finish(two)
+    assert (seen, ran) == ([0], [0, 1])
