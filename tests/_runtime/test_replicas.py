@@ -19,7 +19,7 @@ TYPES = [
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("two"), 2, 1, scenarios="test_replicas")
+    world = World(tmp_path_factory.mktemp("two"), 2, 1, scenarios="_runtime.test_replicas")
     yield world
     world.close()
 

@@ -402,7 +402,7 @@ def test_what_cannot_be_one_graph_runs_eagerly_and_is_named_with_file_and_line(k
 
     assert_identical(run("replay"), run(None))
     (message,) = warned()
-    assert "test_step.py" in message
+    assert "test_api.py" in message
 
 
 def test_python_state_of_the_model_is_not_frozen_in():

@@ -1,4 +1,4 @@
-"""Compiled steps; most of what they do is tested in test_step.py."""
+"""Compiled steps; most of what they do is tested in test_api.py."""
 
 import torch
 from torch._dynamo.utils import counters

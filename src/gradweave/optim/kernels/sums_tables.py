@@ -144,7 +144,9 @@ class Together:
 
     def add_up(self, places: list[int], out: torch.Tensor) -> None:
         """Writes the sums of tensors that are at some places in memory."""
-        kernels, flat = (import_module(f"gradweave.optim.{name}") for name in ("sum_kernels", "flat_kernels"))
+        kernels, flat = (
+            import_module(f"gradweave.optim.kernels.{name}") for name in ("sums_triton", "first_order_triton")
+        )
         capturing = fused.is_capturing(out.device)
         at = self._addresses.holding(places, flat, capturing=capturing, moves=True)
         images = torch.empty(self._images, dtype=torch.float32, device=out.device) if self._images else out

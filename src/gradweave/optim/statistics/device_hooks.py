@@ -444,7 +444,9 @@ class Catcher:
             table = _remember(self._tables, key, new)
         if capturing:
             self.keep(table)
-        kernels, flat = (import_module(f"gradweave.optim.{name}") for name in ("sum_kernels", "flat_kernels"))
+        kernels, flat = (
+            import_module(f"gradweave.optim.kernels.{name}") for name in ("sums_triton", "first_order_triton")
+        )
         sums = [address for one in members for address in _addresses(one)]
         kernels.add_to_records[len(table.programs),](
             table.programs, table.parts, table.sums.holding(sums, flat, capturing=capturing, moves=True),
