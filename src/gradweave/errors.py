@@ -1,13 +1,13 @@
-"""Every error gradweave raises on purpose, under one base class.
+"""Every error that gradweave raises on purpose, under one base class.
 
-A message names the argument, the value it had, and what to do instead.
+A message has three parts: the subject, the reason, and the remedy.
 """
 
 from __future__ import annotations
 
 
 class GradweaveError(Exception):
-    """Base class: ``except GradweaveError`` catches whatever gradweave refuses."""
+    """Base class: ``except GradweaveError`` catches everything that gradweave refuses."""
 
 
 class ArgumentError(GradweaveError, ValueError):
@@ -27,6 +27,25 @@ class ArgumentError(GradweaveError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.argument}={self.value!r}: {self.remedy}"
+
+
+class UnsupportedError(GradweaveError, ValueError):
+    """A model, an optimizer or a loop has a property that cannot be supported.
+
+    Args:
+        subject: What has the property, as its user would call it: ``"FSDP"``, ``"weights of Embedding"``.
+        reason: Why it cannot be supported.
+        remedy: What to do instead; empty if nothing helps.
+    """
+
+    def __init__(self, subject: str, reason: str, remedy: str = "") -> None:
+        self.subject = subject
+        self.reason = reason
+        self.remedy = remedy
+        super().__init__(subject, reason, remedy)
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.reason}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 class ScheduleError(GradweaveError):
