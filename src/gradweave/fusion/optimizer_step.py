@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from inspect import unwrap
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradweave._compat.eager import flat_leaves, own_step, without_step_hooks
 from gradweave._runtime.buckets import Bucket
+from gradweave._runtime.two_phase_step import Commit, two_phase_step
 
 _SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 
@@ -106,22 +106,19 @@ class BegunStep:
 
     has_tensors = True
 
-    def __init__(self, finish: Callable[[Sequence[torch.nn.Parameter]], None]) -> None:
+    def __init__(self, finish: Commit) -> None:
         self.finish = finish
 
 
 def begins_whole(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has ``begin_parts()``: it needs all gradients first, and can update in parts then.
-
-    Not one whose class has a ``step()`` of its own besides, of which that would know nothing.
-    """
-    owner = next((cls for cls in type(optimizer).__mro__ if "begin_parts" in vars(cls)), None)
-    return owner is not None and unwrap(type(optimizer).step) is unwrap(owner.step)  # type: ignore[attr-defined]
+    """Return whether an optimizer needs all gradients first, and can update in parts then."""
+    return two_phase_step(optimizer) is not None
 
 
 def step_of(optimizer: Optimizer) -> FrozenStep | BegunStep:
     """What a step would do if it ran now, for updates that come later."""
-    return BegunStep(optimizer.begin_parts()) if begins_whole(optimizer) else FrozenStep(optimizer)  # type: ignore[attr-defined]
+    optimizer_in_phases = two_phase_step(optimizer)
+    return FrozenStep(optimizer) if optimizer_in_phases is None else BegunStep(optimizer_in_phases.prepare_step())
 
 
 def cannot_change(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gradweave._compat.distributed import is_distributed_tensor
 from gradweave._compat.foreach import asked_by_grad_scaler
 from gradweave._runtime.claims import PipelinePart, is_in_fusion, mark_layers_of, pipeline_part
+from gradweave._runtime.two_phase_step import Commit
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim import first_order
 from gradweave.optim.averaging import Ranks
@@ -240,7 +241,7 @@ class VectorOptimizer(Optimizer):
         return loss
 
     @torch.no_grad()
-    def begin_parts(self) -> Callable[[Sequence[torch.Tensor]], None]:
+    def prepare_step(self) -> Commit:
         """Does at once what a step does with all gradients: whether to take it, vectors, directions and scales.
 
         Returns:

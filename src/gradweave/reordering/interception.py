@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from gradweave._compat.eager import (
     in_forward_mode,
@@ -18,6 +17,7 @@ from gradweave._compat.eager import (
     part_by_part,
     saved_tensors_are_hooked,
 )
+from gradweave._runtime.interception import WeightGradientSplitter, apply_pending_updates
 from gradweave.reordering.autocast_cache import is_cast_once
 from gradweave.reordering.gradient_node import Tap
 from gradweave.reordering.queue import WeightGradientQueue
@@ -53,7 +53,7 @@ def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
     return tensor.dtype
 
 
-class SplitCalls(TorchFunctionMode):
+class SplitCalls(WeightGradientSplitter):
     """Context in which linear and convolution calls leave their weight gradients in a queue.
 
     What it does not know runs stock: weights that need no gradient, autograd switched off, function
@@ -142,7 +142,7 @@ class SplitCalls(TorchFunctionMode):
         **kwargs: Any,
     ) -> torch.Tensor | None:  # fmt: skip
         """Of a table that is a layer's weight too."""
-        bring_up_to_date(weight)
+        apply_pending_updates(weight)
         shared = self._shared.get(id(weight))
         if shared is None or not shared.has(weight) or max_norm is not None or kwargs.get("sparse") or True in args[2:]:
             return None
@@ -158,7 +158,7 @@ class SplitCalls(TorchFunctionMode):
         return shared.whole(given)
 
     def _linear(self, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:
-        bring_up_to_date(weight, bias)
+        apply_pending_updates(weight, bias)
         if not _can_be_split(input, weight, bias) or input.dim() < 2 or weight.dim() != 2 or weight.numel() == 0:
             return None
         return split_linear(self._in_precision(input), self._tap(weight, bias))
@@ -166,7 +166,7 @@ class SplitCalls(TorchFunctionMode):
     def _convolution(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         bind = _bind_transposed if func in _TRANSPOSED else _bind
         input, weight, bias, geometry = bind(_DIMENSIONS[func], *args, **kwargs)
-        bring_up_to_date(weight, bias)
+        apply_pending_updates(weight, bias)
         if geometry is None or not _can_be_split(input, weight, bias) or input.dim() != weight.dim():
             return None
         return split_convolution(self._in_precision(input), self._tap(weight, bias), geometry, weight)
@@ -215,16 +215,9 @@ def _each(value: Any, dimensions: int) -> tuple[int, ...]:
     return tuple(values) * dimensions if len(values) == 1 else tuple(values)
 
 
-def bring_up_to_date(*params: Any) -> None:
-    """Has a parameter of another class, as one whose update is pending, do what it does when it is used."""
-    for param in params:
-        if isinstance(param, torch.nn.Parameter) and type(param) is not torch.nn.Parameter:
-            param.size()
-
-
 def _can_be_taken_apart(func: Any, *given: Any) -> bool:
     """Whether nobody but us has a say in how a function of several calls runs."""
-    bring_up_to_date(*given)
+    apply_pending_updates(*given)
     if not torch.is_grad_enabled() or is_being_traced() or other_function_modes() or not isinstance(func, FunctionType):
         return False
     return all(type(one) in _PLAIN for one in given if isinstance(one, torch.Tensor))

@@ -35,9 +35,9 @@ from gradweave._compat.eager import (
 )
 from gradweave._compat.tracing import traces_entered_modes
 from gradweave._logging import announce
+from gradweave._runtime.interception import WeightGradientSplitter, apply_pending_updates
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave.optim.statistics.hooks import Tap
-from gradweave.reordering.interception import SplitCalls, bring_up_to_date
 
 _ATTENTION = functional.multi_head_attention_forward
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -145,13 +145,13 @@ def _can_be_taken_apart(module: nn.MultiheadAttention, given: tuple[Any, ...]) -
                 "projection, whose gradient is used as it is"
             )
         return False
-    bring_up_to_date(*given)
+    apply_pending_updates(*given)
     return all(type(one) in _PLAIN for one in given if isinstance(one, torch.Tensor))
 
 
 def _lets_parts_be_seen(mode: TorchFunctionMode) -> bool:
     """Whether a mode may be shown what a function is made of, and not the function."""
-    return isinstance(mode, SplitCalls) or is_device_mode(mode)
+    return isinstance(mode, WeightGradientSplitter) or is_device_mode(mode)
 
 
 def takes_apart(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:

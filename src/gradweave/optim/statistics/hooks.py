@@ -34,22 +34,15 @@ from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
 from gradweave._compat.eager import (
-    function_modes,
     function_transform,
     gets_gradient,
     has_one_hook,
-    other_function_modes,
     watchers,
 )
+from gradweave._runtime.interception import weight_gradients_are_split
 from gradweave.errors import GradweaveError
 from gradweave.optim.statistics.device_hooks import Catcher, catch
 from gradweave.optim.statistics.geometry import Layout
-from gradweave.reordering.interception import SplitCalls
-
-
-def are_computed_apart() -> bool:
-    """Whether the weight gradients of what runs now are left to somebody, and not to backward."""
-    return other_function_modes() > 0 and any(isinstance(mode, SplitCalls) for mode in function_modes())
 
 
 class _Pass(torch.autograd.Function):
@@ -62,7 +55,7 @@ class _Pass(torch.autograd.Function):
         ctx.save_for_backward(sums)
         ctx.record, ctx.mask = record, mask
         ctx.tap, ctx.share, ctx.places = tap, share, places
-        ctx.is_apart = are_computed_apart()
+        ctx.is_apart = weight_gradients_are_split()
         return y.detach()
 
     @staticmethod
@@ -178,7 +171,7 @@ class Tap:
         if (
             not compiling
             and self.by_kernels
-            and catch(self, x, y, is_alone=has_one_hook(module), is_apart=are_computed_apart())
+            and catch(self, x, y, is_alone=has_one_hook(module), is_apart=weight_gradients_are_split())
         ):
             return None
         return self.passed(y, x)
