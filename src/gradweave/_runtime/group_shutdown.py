@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 from threading import Thread, main_thread
+from typing import TYPE_CHECKING
 
-from gradweave.parallel.daso.consensus import Agreement
-from gradweave.parallel.daso.topology import Groups
+if TYPE_CHECKING:
+    from gradweave.parallel.daso.consensus import Agreement
+    from gradweave.parallel.daso.topology import Groups
 
 _AT_EXIT = 10.0
 """Seconds that the end of the program waits for a transfer that does not end."""
