@@ -1,0 +1,229 @@
+"""Imports point downwards, private names stay at home, and torch's private names stay in ``_compat``.
+
+Every import statement counts: those inside functions and those under ``TYPE_CHECKING`` too. The tables of exceptions can
+only shrink: an entry that the tree no longer needs fails its test.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import gradweave
+
+ROOT = Path(gradweave.__file__).parent
+
+LAYERS = (
+    {"errors"},
+    {"_logging", "schedule"},
+    {"_compat"},
+    {"_runtime"},
+    {"step_graph"},
+    {"profile"},
+    {
+        "compiler",
+        "fusion",
+        "optim",
+        "parallel.daso",
+        "parallel.data_parallel",
+        "parallel.pipeline",
+        "reordering",
+    },
+    {"gradweave"},
+    {"compare"},
+    {"cli"},
+    {"__main__"},
+)
+"""Bottom to top. A package imports from lower layers only; ``gradweave`` is the front door, ``__init__.py``."""
+
+_REFUSES = "refuses a model that the other technique already holds"
+
+UPWARD_OR_SIDEWAYS = {
+    ("_runtime.group_shutdown", "parallel.daso"): "types of DASO's agreement and groups",
+    ("compiler.checks", "fusion"): _REFUSES,
+    ("compiler.checks", "reordering"): _REFUSES,
+    ("compiler.lower", "fusion"): "mark_written is a helper of both",
+    ("compiler.program", "fusion"): "mark_written is a helper of both",
+    ("optim.statistics.attention_output", "reordering"): "asks whether a layer's backward is split",
+    ("optim.statistics.hooks", "reordering"): "asks whether a layer's backward is split",
+    ("parallel.daso.checks", "fusion"): _REFUSES,
+    ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",
+    ("parallel.data_parallel.api", "fusion"): "observes the optimizer's step",
+    ("parallel.data_parallel.api", "reordering"): "runs weight gradients from reordering's queue",
+    ("parallel.data_parallel.checks", "fusion"): _REFUSES,
+    ("parallel.data_parallel.checks", "reordering"): _REFUSES,
+    ("parallel.data_parallel.deferred_updates", "fusion"): "updates before the next forward, as forward-fusion does",
+    ("parallel.data_parallel.reverse_first_k", "reordering"): "holds weight gradients back in reordering's queue",
+    ("parallel.data_parallel.step_costs", "reordering"): "types of reordering's queue",
+    ("parallel.pipeline.checks", "fusion"): _REFUSES,
+    ("parallel.pipeline.checks", "reordering"): _REFUSES,
+    ("parallel.pipeline.weight_gradients", "reordering"): "splits a stage's backward as reordering does",
+    ("profile.measure", "compiler"): "measures a traced step",
+    ("profile.operations", "compiler"): "measures the operations of a traced step",
+    ("reordering.api", "fusion"): "weight gradients and updates of one step follow each other",
+    ("reordering.deferred_gradients", "fusion"): "no_autocast is a helper of both",
+    ("step_graph.recording", "compiler"): "records a traced step",
+    ("step_graph.tasks", "compiler"): "reads a traced step's phases",
+}
+"""Importing module and imported package, with the reason; both below ``gradweave``."""
+
+_VERSIONS = "versions of tensors tell who wrote to them"
+_SCHEMAS = "schemas of operators tell which arguments they write to"
+
+PRIVATE_TORCH = {
+    ("_runtime.backward", "_version"): _VERSIONS,
+    ("_runtime.deferred.forbidden", "_foreach_zero_"): "an operator that a stand-in gradient lets through",
+    ("compiler.shared_state", "_version"): _VERSIONS,
+    ("compiler.tensor_forms", "_local_scalar_dense"): "the operator behind item()",
+    ("compiler.trace", "_schema"): _SCHEMAS,
+    ("fusion.backward", "_version"): _VERSIONS,
+    ("fusion.influence", "_schema"): _SCHEMAS,
+    ("fusion.loop_observer", "_version"): _VERSIONS,
+    ("optim.statistics.device_hooks", "_version"): _VERSIONS,
+    ("optim.statistics.hooks", "_parameters"): "parameters without those of parametrizations",
+    ("profile.operations", "_schema"): _SCHEMAS,
+    ("reordering.queue", "_version"): _VERSIONS,
+}
+"""Module and private name of torch outside of ``_compat``, with the reason."""
+
+_NOT_PRIVATE = {"_asdict", "_exit", "_getframe", "_replace"}
+"""Documented names of the standard library in spite of their underscore."""
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its name below ``gradweave``."""
+    parsed = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        parsed[name or "gradweave"] = ast.parse(path.read_text())
+    return parsed
+
+
+def package_of(module: str) -> str:
+    first, *rest = module.split(".")
+    return f"{first}.{rest[0]}" if first == "parallel" and rest else first
+
+
+def imports(module: str) -> Iterator[tuple[str, list[str]]]:
+    """Each imported module by its full name, with the names taken from it."""
+    for node in ast.walk(modules()[module]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module}: relative import of {node.module}"
+            yield node.module, [alias.name for alias in node.names]
+
+
+def own_imports(module: str) -> Iterator[tuple[str, list[str]]]:
+    """Imports from gradweave, by the name below it; ``from gradweave import x`` imports the module ``x``."""
+    for imported, names in imports(module):
+        root, _, below = imported.partition(".")
+        if root != "gradweave":
+            continue
+        if below:
+            yield below, names
+        for name in () if below else names:
+            yield (name if name in modules() else "gradweave"), [name]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def assert_only(found: set, allowed: dict, what: str):
+    assert not found - allowed.keys(), f"{what} without a place in the table of exceptions"
+    assert not allowed.keys() - found, "exceptions that are no longer needed: take them out of the table"
+
+
+def test_every_package_has_a_layer():
+    packages = {package_of(module) for module in modules()} - {"parallel"}
+    assert packages == set().union(*LAYERS)
+
+
+def test_packages_import_from_lower_layers_only():
+    layer_of = {package: number for number, layer in enumerate(LAYERS) for package in layer}
+    found = set()
+    for module in modules().keys() - {"parallel"}:
+        package = package_of(module)
+        for imported, names in own_imports(module):
+            target = package_of(imported)
+            if target == "gradweave" and names == ["__version__"]:
+                continue
+            if target != package and layer_of[target] >= layer_of[package]:
+                found.add((module, target))
+    assert_only(found, UPWARD_OR_SIDEWAYS, "imports upwards or sideways")
+
+
+def test_only_the_command_line_imports_the_comparison():
+    importers = {package_of(m) for m in modules() for imported, _ in own_imports(m) if package_of(imported) == "compare"}
+    assert importers == {"compare", "cli"}
+
+
+def test_schedules_need_the_standard_library_and_matplotlib_only():
+    for module in modules():
+        if package_of(module) != "schedule":
+            continue
+        for imported, _ in imports(module):
+            root = imported.partition(".")[0]
+            assert root in {*sys.stdlib_module_names, "matplotlib", "gradweave"}, (module, imported)
+        assert {package_of(imported) for imported, _ in own_imports(module)} <= {"schedule", "errors"}, module
+
+
+def test_the_files_of_schedules_import_each_other_without_a_cycle():
+    """Neither a function's own import nor ``TYPE_CHECKING`` hides a cycle here."""
+    within = [module for module in modules() if package_of(module) == "schedule"]
+    needs = {module: {imported for imported, _ in own_imports(module) if imported in within} for module in within}
+    while free := [module for module, needed in needs.items() if not needed]:
+        for module in free:
+            del needs[module]
+        for needed in needs.values():
+            needed.difference_update(free)
+    assert not needs
+
+
+def test_no_private_name_is_imported_from_another_package():
+    found = {
+        (module, imported, name)
+        for module in modules()
+        for imported, names in own_imports(module)
+        for name in names
+        if is_private(name) and name not in modules() and package_of(imported) != package_of(module)
+    }
+    assert not found
+
+
+@pytest.fixture(scope="module")
+def own_names() -> set[str]:
+    """Every name that gradweave gives to a function, a class, a variable or an attribute."""
+    own = set()
+    for tree in modules().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                own.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                own.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                own.add(node.attr)
+    return own - {"_version", "_schema", "_parameters"}
+
+
+def test_private_names_of_torch_are_used_in_compat_only(own_names):
+    """An underscore attribute that gradweave does not define belongs to somebody else: to torch."""
+    found = set()
+    for module, tree in modules().items():
+        if package_of(module) == "_compat":
+            continue
+        for imported, names in imports(module):
+            if imported.partition(".")[0] == "torch":
+                found |= {(module, name) for name in (*imported.split("."), *names) if is_private(name)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and is_private(node.attr):
+                of_torch = ast.unparse(node.value).partition(".")[0] == "torch"
+                if of_torch or node.attr not in own_names | _NOT_PRIVATE:
+                    found.add((module, node.attr))
+    assert_only(found, PRIVATE_TORCH, "private names of torch outside of _compat")
