@@ -54,7 +54,7 @@ def plan_command(
     from gradweave.profile import measure_costs
     from gradweave.schedule import plan, save_timelines, single
     from gradweave.schedule.picture import save_overlay
-    from gradweave.schedule.planning import policies_for
+    from gradweave.schedule.policies import policies_for
 
     setting = make_setting(model, optimizer, batch, dtype, device)
     stock = baseline_of(optimizer)

@@ -14,6 +14,7 @@ from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.schedule import (
     Costs,
     Link,
+    Policy,
     Schedule,
     TaskGraph,
     Timeline,
@@ -27,8 +28,8 @@ from gradweave.schedule import (
 )
 from gradweave.schedule.graph import Family
 from gradweave.schedule.networks import NETWORKS
-from gradweave.schedule.picture import check_ending
-from gradweave.schedule.planning import policies_for
+from gradweave.schedule.output import check_ending
+from gradweave.schedule.policies import policies_for
 
 simulate_app = typer.Typer(help="Simulate schedules and compare them.", no_args_is_help=True)
 
@@ -231,7 +232,7 @@ def _simulate(
         check_ending(out)
     if byte_budget is not None and byte_budget <= 0:
         raise ArgumentError("--byte-budget", byte_budget, "give a positive number of bytes")
-    fitting = {policy.name: policy for policy in policies_for(graph.family)}
+    fitting: dict[str, Policy] = {policy.name: policy for policy in policies_for(graph.family)}
     names = list(fitting) if policies == "all" else [name.strip() for name in policies.split(",")]
     unknown = [name for name in names if name not in fitting]
     if unknown:
@@ -249,7 +250,7 @@ def _simulate(
         for name in each:
             accepted = {option: value for option, value in given.items() if option in fitting[name].options}
             try:
-                schedule = plan(graph, policy=name, **accepted)
+                schedule = plan(graph, policy=fitting[name].name, **accepted)
                 results.append((schedule, schedule.simulate(byte_budget=byte_budget)))
             except GradweaveError as error:
                 if policies != "all":

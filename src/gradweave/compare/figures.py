@@ -8,9 +8,10 @@ from pathlib import Path
 
 from gradweave.compare.results import Comparison
 from gradweave.compare.trial import PARTS
+from gradweave.schedule.output import save_timelines
 from gradweave.schedule.picture import COLOURS
 from gradweave.schedule.tasks import Kind
-from gradweave.schedule.timeline import Timeline, save_timelines
+from gradweave.schedule.timeline import Timeline
 
 _PART_COLOURS = {"forward": COLOURS[Kind.F], "backward": COLOURS[Kind.X], "update": COLOURS[Kind.U]}
 _WHOLE_COLOUR = "#999999"

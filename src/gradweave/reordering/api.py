@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -40,7 +40,7 @@ from gradweave.reordering.shared_nodes import SharedTaps
 from gradweave.reordering.with_fusion import Following
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
-from gradweave.schedule.planning import plan
+from gradweave.schedule.policies import PolicyName, plan
 
 POLICIES = ("auto", "side_stream", "joint", "cross_step")
 _PLANNED = ("joint", "cross_step")
@@ -155,7 +155,7 @@ def _attach_planned(
     layer_of = {index: number for index, number in layer_of.items() if layers[number].has_turns}
     if not layer_of:
         raise ArgumentError("costs", costs.name, "has no layer of this model; measure the model that is reordered")
-    schedule = plan(single(costs), policy=policy)
+    schedule = plan(single(costs), policy=cast(PolicyName, policy))
     fused = updated_in_forward(model) if policy == "cross_step" else frozenset()
     crossing = frozenset(
         number

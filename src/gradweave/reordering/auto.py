@@ -11,7 +11,7 @@ from gradweave._compat.eager import at_end_of_backward, current_backward, flat_l
 from gradweave._logging import announce
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
-from gradweave.schedule.planning import plan
+from gradweave.schedule.policies import plan
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 4

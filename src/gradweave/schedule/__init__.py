@@ -10,13 +10,14 @@ from __future__ import annotations
 from gradweave.schedule.builders import data_parallel, hierarchical, pipeline, single
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.graph import Family, TaskGraph
+from gradweave.schedule.lanes import Discipline, Lane
 from gradweave.schedule.links import Cluster, Link
 from gradweave.schedule.networks import NETWORKS, Hardware, network
-from gradweave.schedule.planning import plan
-from gradweave.schedule.policies import POLICIES, Policy
-from gradweave.schedule.schedule import Discipline, Lane, Schedule
+from gradweave.schedule.output import save_timelines
+from gradweave.schedule.policies import POLICIES, Policy, PolicyName, plan
+from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Buffer, Demand, Kind, Task
-from gradweave.schedule.timeline import Span, Timeline, save_timelines
+from gradweave.schedule.timeline import Span, Timeline
 
 __all__ = [
     "NETWORKS",
@@ -33,6 +34,7 @@ __all__ = [
     "LayerCost",
     "Link",
     "Policy",
+    "PolicyName",
     "Schedule",
     "Span",
     "Task",

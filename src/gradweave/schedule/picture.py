@@ -135,15 +135,9 @@ def _rows_by_word(timeline: Timeline, lanes: Sequence[str]) -> list[list[Span]]:
     return list(rows.values())
 
 
-def check_ending(path: Path) -> None:
-    """Raises for a file that is neither a picture nor a trace; before the work for it is done."""
-    if path.suffix not in (*SUFFIXES, ".json"):
-        raise ArgumentError("path", str(path), f"end it in {', '.join(SUFFIXES)} (picture) or .json (trace)")
-
-
 def _check(timelines: Sequence[Timeline], path: Path) -> None:
     if path.suffix not in SUFFIXES:
-        raise ArgumentError("path", str(path), f"end it in {', '.join(SUFFIXES)} (picture) or .json (trace)")
+        raise ArgumentError("path", str(path), f"end it in {', '.join(SUFFIXES)}")
     if not timelines or not any(timeline.spans for timeline in timelines):
         raise ArgumentError("timelines", [t.title for t in timelines], "give at least one with a task in it")
 

@@ -1,4 +1,4 @@
-"""The five kinds of task a training step is made of, and the bytes they hold."""
+"""The five kinds of task that a training step is made of, and the bytes they hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What a task does for its layer."""
+    """The work that a task does for its layer."""
 
     F = "F"
     """Forward."""
@@ -16,18 +16,18 @@ class Kind(StrEnum):
     W = "W"
     """Weight gradient: the part of backward that nothing in backward waits for."""
     C = "C"
-    """Communication, between devices."""
+    """Communication between devices."""
     U = "U"
     """Update of the layer's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The shares of a device that a task takes while it runs alone, between 0 and 1.
+    """The shares of a device that a task takes while it runs alone, each between 0 and 1.
 
-    Two tasks run beside each other at full speed while their shares sum to at most 1, and
-    slow down together beyond that. The default, everything, makes co-running worthless: a
-    schedule should not be promised an overlap that nobody measured.
+    Two tasks run side by side at full speed while their shares sum to at most 1, and slow down together beyond that.
+    The default, all of the device, makes running side by side worthless: no schedule should count on an overlap that
+    has not been measured.
     """
 
     compute: float = 1.0
@@ -42,18 +42,17 @@ class Task:
     """One piece of work of one layer.
 
     Attributes:
-        kind: What it does.
+        kind: The kind of work.
         layer: Index of the layer, 0 nearest the input.
         seconds: Duration when nothing runs beside it.
-        resource: The device it runs on, or the link that carries it. Empty in a pipeline's
-            graph until a policy has placed its layers.
+        resource: The device it runs on, or the link that carries it. Empty in a pipeline's graph until a policy has
+            placed its layers.
         microbatch: Index of the micro-batch (0 for updates and collectives).
         step: Index of the training step.
-        layers: How many consecutive layers it covers, from ``layer`` upwards.
+        layers: Number of consecutive layers it covers, from ``layer`` upwards.
         demand: Shares of its device that it takes.
-        payload: Bytes a consumer on another device must be sent; for a collective, the bytes
-            that are reduced.
-        note: What sets it apart from tasks of the same kind and layer, for labels.
+        payload: Bytes sent to each consumer on another device; for a collective, the bytes that are reduced.
+        note: Distinguishes it from tasks of the same kind and layer, in labels.
     """
 
     kind: Kind
@@ -79,8 +78,8 @@ class Task:
 class Buffer:
     """Bytes that live on a device from the start of its first user to the end of its last.
 
-    A layer's input lives from F until W, its output gradient from the X of the layer above
-    until its own X and W, its weight gradient from W until U.
+    A layer's input lives from F until W, its output gradient from the X of the layer above until its own X and W, its
+    weight gradient from W until U.
     """
 
     size: int

@@ -23,14 +23,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran on each lane, and the bytes held on each device.
+    """The tasks that ran on each lane, and the bytes held on each device.
 
     Attributes:
         spans: By start time.
         lanes: Name and resource of each stream and link, in the order they are drawn.
-        memory: For each device the instants at which its bytes in use changed, and the new value.
-            Weights and optimizer state are not in it: no order of tasks changes them.
-        title: What is shown, for pictures.
+        memory: For each device the instants at which its bytes in use changed, and the new value. Weights and optimizer
+            state are not in it: no order of tasks changes them.
+        title: Heading of its picture.
         period: Steps after which the work of a step repeats.
         receivers: For each communication task, by index, the devices that wait for it.
     """
@@ -51,9 +51,8 @@ class Timeline:
     def step_time(self) -> float:
         """Seconds per step in steady state.
 
-        It is the time from the end of one step's first forward, its first micro-batch's, to the end
-        of the next one's, over the last period shown; of a single step that nothing follows, the
-        makespan.
+        This is the time from the end of one step's first forward (that of its first micro-batch) to the end of the next
+        one's, averaged over the last period shown. A single step that nothing follows takes the makespan.
         """
         ends: dict[int, float] = {}
         for span in self.spans:
@@ -79,7 +78,7 @@ class Timeline:
 
     @cached_property
     def exposed_communication(self) -> float:
-        """Seconds a device stands idle while something is being sent to it; the mean over devices."""
+        """Seconds that a device stands idle while something is being sent to it; the mean over devices."""
         resource_of = dict(self.lanes)
         computing: dict[str, list[tuple[float, float]]] = {}
         receiving: dict[str, list[tuple[float, float]]] = {}
@@ -90,8 +89,8 @@ class Timeline:
                 receiving.setdefault(device, []).append((span.start, span.end))
         exposed = 0.0
         for device, intervals in receiving.items():
-            both = _length([*intervals, *computing.get(device, ())])
-            exposed += both - _length(computing.get(device, ()))
+            both = _union_length([*intervals, *computing.get(device, ())])
+            exposed += both - _union_length(computing.get(device, ()))
         return exposed / max(1, len(computing))
 
     @property
@@ -100,24 +99,15 @@ class Timeline:
         return max((size for points in self.memory.values() for _, size in points), default=0)
 
     def save(self, path: str | Path) -> None:
-        """Writes a picture (``.png``, ``.svg``, ``.pdf``) or a trace that Perfetto opens (``.json``)."""
+        """Write a picture (``.png``, ``.svg``, ``.pdf``) or a trace that Perfetto opens (``.json``)."""
+        # Imported here since pictures and traces are made of timelines: they import this file.
+        from gradweave.schedule.output import save_timelines
+
         save_timelines([self], path)
 
 
-def save_timelines(timelines: Iterable[Timeline], path: str | Path) -> None:
-    """Writes several timelines into one picture, on one time axis, or into one trace."""
-    if Path(path).suffix == ".json":
-        from gradweave.schedule.trace import save_trace
-
-        save_trace(list(timelines), Path(path))
-    else:
-        from gradweave.schedule.picture import save_picture
-
-        save_picture(list(timelines), Path(path))
-
-
-def _length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+def _union_length(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
     total = 0.0
     reached = float("-inf")
     for start, end in sorted(intervals):

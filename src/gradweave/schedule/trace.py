@@ -11,10 +11,11 @@ from gradweave.errors import ArgumentError
 from gradweave.schedule.timeline import Timeline
 
 _MICROSECONDS = 1e6
+"""Per second; the format counts in microseconds."""
 
 
 def save_trace(timelines: Sequence[Timeline], path: Path) -> None:
-    """Writes one trace with all timelines."""
+    """Write one trace with all timelines."""
     events = [event for process, timeline in enumerate(timelines) for event in _events(process, timeline)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,6 +25,7 @@ def save_trace(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def _events(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield the trace events of a timeline: M names a track, X is a task, C a value of a counter."""
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": timeline.title}}
     thread_of = {}
     for thread, (lane, _) in enumerate(timeline.lanes):

@@ -19,7 +19,7 @@ from gradweave.compiler.trace import changed_by, is_mutable, phase_of
 from gradweave.errors import ArgumentError
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
-from gradweave.schedule.planning import plan
+from gradweave.schedule.policies import plan
 from gradweave.schedule.tasks import Kind
 from gradweave.step_graph.tasks import Place
 

@@ -17,7 +17,7 @@ from gradweave.parallel.data_parallel.step_costs import Moments, StepWatch, meas
 from gradweave.schedule.builders import data_parallel
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
-from gradweave.schedule.planning import plan
+from gradweave.schedule.policies import plan
 from gradweave.schedule.timeline import Timeline
 
 WORTH_TRYING = 0.03

@@ -9,9 +9,10 @@ from gradweave.parallel.pipeline.programs import Program
 from gradweave.schedule.builders import pipeline
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.lanes import Lane
 from gradweave.schedule.links import Link
 from gradweave.schedule.list_scheduling import link_lanes
-from gradweave.schedule.schedule import Lane, Schedule
+from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind
 from gradweave.schedule.timeline import Timeline
 from gradweave.schedule.transforms import device_name, place

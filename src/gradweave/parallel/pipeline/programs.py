@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 from gradweave._compat.pipelining import Action, torch_program
 from gradweave.errors import ArgumentError
 from gradweave.schedule.builders import pipeline
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.links import Link
-from gradweave.schedule.planning import plan
+from gradweave.schedule.policies import PolicyName, plan
 from gradweave.schedule.policies.stage_programs import check_in_flight
 from gradweave.schedule.tasks import Kind
 
@@ -106,7 +107,7 @@ def make_program(
     if policy not in OURS:
         raise ArgumentError("policy", policy, f"use one of auto, {', '.join(POLICIES)}")
     graph = pipeline(Costs(tuple(stage_costs)), stages=ranks, microbatches=microbatches, link=link)
-    schedule = plan(graph, policy=policy, max_in_flight=max_in_flight)
+    schedule = plan(graph, policy=cast(PolicyName, policy), max_in_flight=max_in_flight)
     tasks = schedule.graph.tasks
     orders = [
         [(_ACTIONS[t.kind], t.layer, t.microbatch) for t in (tasks[i] for i in lane.tasks) if t.kind in _ACTIONS]

@@ -1,15 +1,18 @@
-"""The policies by name. To add one: a file here, a line in the table below, a row in its test.
+"""The policies by name, and ``plan()``, which applies one.
 
-A policy is a function from a task graph (and keyword options) to a schedule.
+A policy is a function from a task graph (and keyword options) to a schedule. To add one: a file here, its name and a
+line in the table below, and a row in its test.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
-from gradweave.schedule.graph import Family
+from gradweave.errors import ArgumentError
+from gradweave.schedule.graph import Family, TaskGraph
 from gradweave.schedule.policies.backward_fusion import backward_fusion
 from gradweave.schedule.policies.cross_step import cross_step
 from gradweave.schedule.policies.daso import daso
@@ -34,6 +37,27 @@ _SINGLE = (Family.SINGLE,)
 _REPLICAS = (Family.DATA_PARALLEL, Family.HIERARCHICAL)
 _PIPELINE = (Family.PIPELINE,)
 
+PolicyName = Literal[
+    "in_order",
+    "backward_fusion",
+    "forward_fusion",
+    "side_stream",
+    "joint",
+    "cross_step",
+    "side_region",
+    "ddp",
+    "no_barrier",
+    "reverse_first_k",
+    "priority",
+    "daso",
+    "gpipe",
+    "one_f_one_b",
+    "interleaved",
+    "zb_h1",
+    "fast_forward",
+    "modulo",
+]
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -43,13 +67,13 @@ class Policy:
     families: tuple[Family, ...]
 
     @property
-    def name(self) -> str:
-        """The name it is asked for by."""
-        return self.function.__name__
+    def name(self) -> PolicyName:
+        """The name by which :func:`plan` knows it."""
+        return cast(PolicyName, self.function.__name__)
 
     @property
     def summary(self) -> str:
-        """What it does, in a line."""
+        """The first line of its docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
     @property
@@ -58,7 +82,7 @@ class Policy:
         return tuple(inspect.signature(self.function).parameters)[1:]
 
 
-POLICIES: dict[str, Policy] = {
+POLICIES: dict[PolicyName, Policy] = {
     policy.name: policy
     for policy in (
         Policy(in_order, _SINGLE),
@@ -81,3 +105,33 @@ POLICIES: dict[str, Policy] = {
         Policy(modulo, _PIPELINE),
     )
 }
+
+
+def policies_for(family: Family) -> list[Policy]:
+    """Return the policies that fit a family of scenarios, plainest first."""
+    return [policy for policy in POLICIES.values() if family in policy.families]
+
+
+def plan(graph: TaskGraph, *, policy: PolicyName, **options: Any) -> Schedule:
+    """Apply a policy to a task graph.
+
+    Args:
+        graph: From one of the builders in :mod:`gradweave.schedule`.
+        policy: A name of :data:`gradweave.schedule.POLICIES` that fits the graph's family.
+        **options: The policy's own options, such as ``max_in_flight`` or ``byte_budget``.
+
+    Returns:
+        A schedule; ``.simulate()`` predicts its timeline.
+    """
+    fitting = ", ".join(known.name for known in policies_for(graph.family))
+    if policy not in POLICIES:
+        raise ArgumentError("policy", policy, f"is unknown; for a {graph.family} graph use one of {fitting}")
+    chosen = POLICIES[policy]
+    if graph.family not in chosen.families:
+        raise ArgumentError("policy", policy, f"does not fit a {graph.family} graph; use one of {fitting}")
+    for option in options:
+        if option not in chosen.options:
+            known = ", ".join(chosen.options) or "none"
+            raise ArgumentError(option, options[option], f"is no option of {policy}; it takes {known}")
+    schedule = chosen.function(graph, **options)
+    return replace(schedule, options={**options, **schedule.options})

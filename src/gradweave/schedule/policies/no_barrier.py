@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.lanes import Lane
 from gradweave.schedule.list_scheduling import link_lanes
 from gradweave.schedule.policies.ddp import DEFAULT_BUCKET_BYTES
 from gradweave.schedule.policies.one_device import MAIN, backward, forward, stream, updates_before_use
-from gradweave.schedule.schedule import Lane, Schedule
+from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.transforms import bucket
 
 

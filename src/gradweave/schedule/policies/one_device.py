@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from gradweave.schedule.builders import DEVICE
 from gradweave.schedule.graph import TaskGraph
-from gradweave.schedule.schedule import Lane
+from gradweave.schedule.lanes import Lane
 from gradweave.schedule.tasks import Kind
 
 MAIN = f"{DEVICE} main"

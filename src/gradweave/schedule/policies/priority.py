@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.lanes import Discipline, Lane
 from gradweave.schedule.policies.ddp import DEFAULT_BUCKET_BYTES
 from gradweave.schedule.policies.no_barrier import unbarriered_stream
-from gradweave.schedule.schedule import Discipline, Lane, Schedule
+from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.transforms import bucket
 
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from gradweave.errors import ArgumentError
 from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.lanes import Lane
 from gradweave.schedule.list_scheduling import link_lanes
-from gradweave.schedule.schedule import Lane, Schedule
+from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind
 from gradweave.schedule.transforms import contiguous, device_name, place
 

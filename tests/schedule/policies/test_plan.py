@@ -1,8 +1,10 @@
+from typing import get_args
+
 import pytest
 
 from gradweave.errors import ArgumentError
-from gradweave.schedule import POLICIES, Costs, Family, pipeline, plan, single
-from gradweave.schedule.planning import policies_for
+from gradweave.schedule import POLICIES, Costs, Family, PolicyName, pipeline, plan, single
+from gradweave.schedule.policies import policies_for
 
 
 def test_policies_are_applied_by_name_with_their_options():
@@ -28,3 +30,7 @@ def test_every_family_has_policies_and_every_policy_a_family():
     fitting = {policy.name for family in Family for policy in policies_for(family)}
     assert fitting == set(POLICIES)
     assert all(policies_for(family) for family in Family)
+
+
+def test_the_type_of_names_lists_every_policy():
+    assert get_args(PolicyName) == tuple(POLICIES)
