@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from fusion.loops import Net, adamw, assert_same, batches, loss_of, make_net
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import GradweaveError, UnsupportedError
 from gradweave.fusion import auto, fuse
 
 LONG = 1 + 3 * auto.ROUNDS * (auto.WARM_UP_STEPS + auto.TIMED_STEPS) + 4
@@ -241,7 +241,7 @@ def test_parameters_of_a_part_that_is_fused_cannot_be_fused_again_through_the_pa
     model = make_net()
     with (
         fuse(model, adamw(model), "forward"),
-        pytest.raises(ArgumentError, match="shares parameters"),
+        pytest.raises(UnsupportedError, match="another optimizer that is fused"),
     ):
         fuse(model.inner, adamw(model.inner), "forward")
 

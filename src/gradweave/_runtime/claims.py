@@ -1,11 +1,19 @@
-"""How one technique tells another that it is at work on an optimizer, or on a model."""
+"""Who holds a model and an optimizer: each attachment claims what it changes, and lets go of it when it detaches.
+
+A claim on a model is a hook on each of its layers, so that whoever is given the layer, a part of it or something around
+it finds the claim. It is a hook on loading a state dict, which costs nothing in training, and a copy of the layer does
+not have it: a copy is a stock model. What may be claimed twice, and by which techniques, says
+:mod:`gradweave._runtime.composition`.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,156 +21,155 @@ from torch.optim import Optimizer
 
 from gradweave._compat.eager import load_hooks
 from gradweave._runtime.module_hook import ModuleHook
-from gradweave.errors import ArgumentError
 
-_FUSED = "_gradweave_fusion"
-_COMPILED = "_gradweave_compiled_step"
-_DASO = "_gradweave_daso"
-_DATA_PARALLEL = "_gradweave_data_parallel"
+_CLAIMS = "_gradweave_claims"
 
 
-def check_is_module(model: object) -> None:
-    """Raises for what is not a model; a :class:`~gradweave.Pipeline`, which has one in its ``module``, for example."""
-    if not isinstance(model, nn.Module):
-        raise ArgumentError("model", type(model).__name__, "give an nn.Module")
+class Technique(StrEnum):
+    """What can hold a model or an optimizer; the value is the name that its user calls."""
+
+    FUSE = "fuse"
+    COMPILE = "compile"
+    REORDER = "reorder"
+    DASO = "DASO"
+    DATA_PARALLEL = "DataParallel"
+    PIPELINE = "Pipeline"
+    EVA = "Eva"
 
 
-def mark_fused(optimizer: Optimizer, fusion: object | None) -> None:
-    """Notes on an optimizer that a fusion has its updates done; None that it no longer does."""
-    if fusion is not None:
-        setattr(optimizer, _FUSED, fusion)
-    elif hasattr(optimizer, _FUSED):
-        delattr(optimizer, _FUSED)
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """One attachment's hold on a layer, or on an optimizer.
 
-
-def is_in_fusion(optimizer: Optimizer) -> bool:
-    """Whether a fusion is attached to an optimizer."""
-    return getattr(optimizer, _FUSED, None) is not None
-
-
-def mark_compiled(optimizer: Optimizer, step: object) -> None:
-    """Notes on an optimizer that a compiled step updates its parameters, for as long as that lives."""
-    setattr(optimizer, _COMPILED, weakref.ref(step))
-
-
-def is_in_compiled_step(optimizer: Optimizer) -> bool:
-    """Whether a compiled step that is still there updates this optimizer's parameters."""
-    note = getattr(optimizer, _COMPILED, None)
-    return note is not None and note() is not None
-
-
-def mark_daso(optimizer: Optimizer, daso: object | None) -> None:
-    """Notes on an optimizer that DASO exchanges what it updates; None that it no longer does."""
-    setattr(optimizer, _DASO, None if daso is None else weakref.ref(daso))
-
-
-def is_in_daso(optimizer: Optimizer) -> bool:
-    """Whether a DASO that is still there is attached to an optimizer."""
-    note = getattr(optimizer, _DASO, None)
-    return note is not None and note() is not None
-
-
-def mark_data_parallel(optimizer: Optimizer, wrapper: object | None) -> None:
-    """Notes on an optimizer that a DataParallel defers its updates; None that it no longer does."""
-    setattr(optimizer, _DATA_PARALLEL, None if wrapper is None else weakref.ref(wrapper))
-
-
-def is_in_data_parallel(optimizer: Optimizer) -> bool:
-    """Whether a DataParallel that is still there has this optimizer."""
-    note = getattr(optimizer, _DATA_PARALLEL, None)
-    return note is not None and note() is not None
-
-
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that have parameters of their own, and take hooks."""
-    modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    return [module for module in modules if next(module.parameters(recurse=False), None) is not None]
-
-
-class ParallelMark(ModuleHook):
-    """A hook on loading by which a layer says what trains replicas of it; a copy of the layer does not have it.
-
-    Args:
-        by: The technique, ``"DASO"`` or ``"DataParallel"``.
+    Attributes:
+        technique: What the attachment does.
+        find_holder: Return the attachment; None once it is gone.
+        params: Ids of the layer's parameters that it concerns; all trained ones for an optimizer.
+        detail: What other techniques must know of it, such as a :class:`PipelinePart`.
     """
 
-    def __init__(self, by: str | None = None) -> None:
-        super().__init__()
-        self.by = by
-
-    def __deepcopy__(self, _: object) -> ParallelMark:
-        return ParallelMark()
-
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        return ModuleHook, ()
-
-
-def mark_in_parallel(model: nn.Module, by: str, undo: ExitStack) -> None:
-    """Notes on all layers of a model what trains replicas of it, until ``undo`` is closed."""
-    for layer in _layers(model):
-        undo.callback(layer.register_load_state_dict_post_hook(ParallelMark(by)).remove)
-
-
-def trained_in_parallel_by(model: nn.Module) -> set[str]:
-    """Which techniques train replicas of a model, or of a part of it."""
-    hooks = (hook for module in model.modules() for hook in load_hooks(module))
-    return {hook.by for hook in hooks if isinstance(hook, ParallelMark) and hook.by is not None}
-
-
-class OptimizerMark(ModuleHook):
-    """A hook on loading by which a layer says which optimizer was made for the whole model that it is in.
-
-    Args:
-        optimizer: Not kept alive by this; a copy of the layer has none.
-    """
-
-    def __init__(self, optimizer: Optimizer | None = None) -> None:
-        super().__init__()
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+    technique: Technique
+    find_holder: Callable[[], Any]
+    params: frozenset[int] = frozenset()
+    detail: Any = None
 
     @property
-    def name(self) -> str | None:
-        """Its class; None if it is gone."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        return None if optimizer is None else type(optimizer).__name__
+    def holder(self) -> Any:
+        """The attachment; None once it is gone."""
+        return self.find_holder()
 
-    def __deepcopy__(self, _: object) -> OptimizerMark:
-        return OptimizerMark()
+
+class ClaimHook(ModuleHook):
+    """The hook by which a layer carries a claim; the copy of a layer carries none."""
+
+    def __init__(self, claim: Claim | None = None) -> None:
+        super().__init__()
+        self.claim = claim
+
+    def __deepcopy__(self, _: object) -> ClaimHook:
+        return ClaimHook()
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
         return ModuleHook, ()
 
 
-def mark_layers_of(model: nn.Module, optimizer: Optimizer) -> None:
-    """Notes on all layers of a model that an optimizer treats them as the layers of a whole model."""
-    for layer in _layers(model):
-        handle = layer.register_load_state_dict_post_hook(OptimizerMark(optimizer))
-        weakref.finalize(optimizer, handle.remove).atexit = False
+def claim_model(
+    model: nn.Module,
+    technique: Technique,
+    holder: object,
+    undo: ExitStack,
+    *,
+    params: frozenset[int] | None = None,
+    detail: Any = None,
+) -> None:
+    """Claim the layers of a model that have parameters, and the model itself.
+
+    Args:
+        model: The model.
+        technique: What claims it.
+        holder: The attachment; it is not kept alive.
+        undo: Withdraws the claim when it is closed.
+        params: Ids of the parameters that are claimed, and only layers that have one of them; None for all.
+        detail: What other techniques must know.
+    """
+    find_holder = weakref.ref(holder)
+    for layer in model.modules():
+        if isinstance(layer, torch.jit.ScriptModule):  # takes no hook: its owner carries the claim
+            continue
+        scripted = [child for child in layer.children() if isinstance(child, torch.jit.ScriptModule)]
+        own = {*map(id, layer.parameters(recurse=False)), *(id(p) for child in scripted for p in child.parameters())}
+        claimed = frozenset(own if params is None else own & params)
+        if claimed or (params is None and layer is model):
+            hook = ClaimHook(Claim(technique, find_holder, claimed, detail))
+            undo.callback(layer.register_load_state_dict_post_hook(hook).remove)
 
 
-def optimizers_of_layers(model: nn.Module) -> set[str]:
-    """The classes of optimizers that treat layers of a model as those of a whole model."""
-    hooks = (hook for module in model.modules() for hook in load_hooks(module))
-    return {hook.name for hook in hooks if isinstance(hook, OptimizerMark) and hook.name is not None}
+def claim_optimizer(
+    optimizer: Optimizer, technique: Technique, holder: object, undo: ExitStack, *, keep_alive: bool = False
+) -> None:
+    """Claim an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        technique: What claims it.
+        holder: The attachment.
+        undo: Withdraws the claim when it is closed.
+        keep_alive: Whether the attachment lives as long as the optimizer, though its user dropped it.
+    """
+    claim = Claim(technique, (lambda: holder) if keep_alive else weakref.ref(holder))
+    setattr(optimizer, _CLAIMS, [*claims_on(optimizer), claim])
+    undo.callback(_withdraw, optimizer, claim)
 
 
-def check_not_in_pipeline(model: nn.Module) -> None:
-    """Raises for a model, or a part of one, whose layers are spread over ranks: those have nothing to average."""
-    if pipeline_part(model) is not None:
-        raise ArgumentError("model", "layers of a Pipeline", "each rank has others of them; close() it first")
+def _withdraw(optimizer: Optimizer, claim: Claim) -> None:
+    remaining = [other for other in getattr(optimizer, _CLAIMS, []) if other is not claim]
+    if remaining:
+        setattr(optimizer, _CLAIMS, remaining)
+    elif hasattr(optimizer, _CLAIMS):
+        delattr(optimizer, _CLAIMS)
+
+
+def claims_on(target: nn.Module | Optimizer, technique: Technique | None = None) -> list[Claim]:
+    """Return the claims on any layer of a model, or on an optimizer, whose attachments are still there.
+
+    Args:
+        target: The model or the optimizer.
+        technique: Leave out the claims of others; None for all.
+    """
+    claims = getattr(target, _CLAIMS, []) if isinstance(target, Optimizer) else _claims_on_layers(target)
+    # An attachment may be gone without having been detached.
+    return [claim for claim in claims if technique in (None, claim.technique) and claim.holder is not None]
+
+
+def _claims_on_layers(model: nn.Module) -> Iterator[Claim]:
+    for layer in model.modules():
+        for hook in load_hooks(layer):
+            if isinstance(hook, ClaimHook) and hook.claim is not None:
+                yield hook.claim
+
+
+def holders_of(target: nn.Module | Optimizer, technique: Technique) -> list[Any]:
+    """Return the attachments of one technique that hold a model, a part of it, or an optimizer; each once."""
+    holders = [claim.holder for claim in claims_on(target, technique)]
+    return list({id(holder): holder for holder in holders if holder is not None}.values())
+
+
+def is_claimed(target: nn.Module | Optimizer, technique: Technique) -> bool:
+    """Return whether a technique holds any layer of a model, or an optimizer."""
+    return bool(claims_on(target, technique))
 
 
 @dataclass(frozen=True, eq=False)
 class PipelinePart:
-    """What of a model that is spread over ranks is on this one, as far as an optimizer of layers must know.
+    """What an optimizer of layers must know of a model that is spread over the ranks of a pipeline.
 
     Attributes:
-        ranks: How many there are.
-        tied: The ids of parameters that other ranks have too.
-        embeddings: The shapes of all embeddings' weights, on whichever rank.
-        has_last_linear: Whether the model's last linear layer is here.
-        enlist: Says without waiting that an optimizer of this rank will ask the others; returns by which name.
-        all_agree: Whether a flag is set on all ranks, on which optimizers of that name ask at the same point.
+        ranks: Number of ranks.
+        tied: Ids of parameters that other ranks have too.
+        embeddings: Shapes of the weights of all embeddings, on any rank.
+        has_last_linear: Whether the model's last linear layer is on this rank.
+        enlist: Announce, without waiting, that an optimizer of this rank will ask the others; returns its name.
+        all_agree: Return whether a flag is set on all ranks; optimizers of that name ask at the same point.
     """
 
     ranks: int
@@ -173,21 +180,6 @@ class PipelinePart:
     all_agree: Callable[[str, torch.Tensor], torch.Tensor]
 
 
-class PipelineMark(ModuleHook):
-    """A hook on loading by which a layer says that it is in a pipeline; a copy of the layer is not."""
-
-    def __init__(self, part: PipelinePart | None = None) -> None:
-        super().__init__()
-        self.part = part
-
-    def __deepcopy__(self, _: object) -> PipelineMark:
-        return PipelineMark()
-
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        return ModuleHook, ()
-
-
 def pipeline_part(model: nn.Module) -> PipelinePart | None:
-    """What a model, or a layer of it, is in a pipeline's; None if it is in none."""
-    hooks = (hook for module in model.modules() for hook in load_hooks(module))
-    return next((hook.part for hook in hooks if isinstance(hook, PipelineMark) and hook.part is not None), None)
+    """Return the part of a pipeline that a model, or a layer of it, is; None if it is in none."""
+    return next((claim.detail for claim in claims_on(model, Technique.PIPELINE)), None)

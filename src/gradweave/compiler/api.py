@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import unwrap
 from typing import Any
 
@@ -25,7 +25,7 @@ from gradweave._compat.eager import (
 )
 from gradweave._compat.tracing import dynamo_compile
 from gradweave._logging import announce, report
-from gradweave._runtime.claims import mark_compiled
+from gradweave._runtime.claims import Technique, claim_optimizer
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.compiler.checks import check_loss_fn, check_options, check_step
 from gradweave.compiler.eager_fallback import EagerSteps, reason_of
@@ -157,7 +157,8 @@ class Step:
             _objective(job), job.add_program, variants, exact=options.lower == "replay"
         )
         weakref.finalize(self, job.close, self._forget)
-        mark_compiled(optimizer, self)
+        self._claims = ExitStack()
+        claim_optimizer(optimizer, Technique.COMPILE, self, self._claims)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Takes a step, as one graph where that can be, and otherwise eagerly, with one warning.

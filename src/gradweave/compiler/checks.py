@@ -12,12 +12,11 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradweave._compat.distributed import is_distributed_tensor
 from gradweave._compat.eager import CriterionModule, step_pre_hooks
-from gradweave._runtime.claims import check_is_module, is_in_daso, is_in_data_parallel
-from gradweave.errors import ArgumentError
-from gradweave.fusion.api import is_fused
-from gradweave.reordering.api import is_reordered
+from gradweave._runtime.claims import Technique
+from gradweave._runtime.composition import refuse_conflicts
+from gradweave._runtime.requirements import refuse_sharded, require_module, require_optimizer, require_undifferentiated
+from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.schedule.costs import Costs
 
 LOWERINGS = ("inductor", "replay")
@@ -77,36 +76,27 @@ def check_loss_fn(loss_fn: Callable[..., Any]) -> None:
 
 
 def check_step(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses what cannot be one graph, with the reason."""
-    check_is_module(model)
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
-    name = type(optimizer).__name__
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        raise ArgumentError("optimizer", name, "cannot be traced; use SGD, Adam, AdamW or another of torch.optim")
-    if optimizer.defaults.get("differentiable"):
-        raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
-    if is_in_daso(optimizer):
-        raise ArgumentError(
-            "optimizer", type(optimizer).__name__, "has a DASO, which a graph would run without; detach() that first"
-        )
-    if is_in_data_parallel(optimizer):
-        raise ArgumentError(
-            "optimizer",
-            type(optimizer).__name__,
-            "is in a DataParallel, which averages outside of a graph; detach() that",
-        )
-    if is_fused(model):
-        raise ArgumentError("model", type(model).__name__, "is fused; detach() that first, compile() does its work")
-    if is_reordered(model):
-        raise ArgumentError("model", type(model).__name__, "is reordered; detach() that first")
+    """Raise for models and optimizers that cannot be one graph, with the reason."""
+    require_module(model)
+    require_optimizer(
+        optimizer,
+        refused=(torch.optim.LBFGS, torch.optim.SparseAdam),
+        remedy="it cannot be traced; use SGD, Adam, AdamW or another of torch.optim",
+    )
+    require_undifferentiated(optimizer)
+    refuse_conflicts(Technique.COMPILE, model=model, optimizer=optimizer)
     if step_pre_hooks(optimizer):
-        raise ArgumentError("optimizer", name, "has step hooks, which would not see gradients; remove them")
+        raise UnsupportedError(
+            f"an optimizer {type(optimizer).__name__} with step hooks",
+            "a graph runs the update without them, and they would see no gradients",
+            "remove them",
+        )
     for module in model.modules():
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise ArgumentError("model", type(module).__name__, "is not supported; give the model it wraps")
-    if any(is_distributed_tensor(p) for p in model.parameters()):
-        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+            raise UnsupportedError(
+                f"torch's {type(module).__name__}", "it averages outside of a graph", "give the model that it wraps"
+            )
+    refuse_sharded(model)
 
 
 def _is_number(value: Any) -> bool:

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import TracebackType
 from typing import Literal, get_args
-from weakref import ref
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.distributed import is_distributed_tensor
-from gradweave._compat.eager import load_hooks
-from gradweave._runtime.claims import (
-    check_is_module,
-    is_in_compiled_step,
-    is_in_daso,
-    is_in_data_parallel,
-    is_in_fusion,
-    mark_fused,
+from gradweave._runtime.attachment import AccumulatingAttachment
+from gradweave._runtime.claims import Technique, claim_model, claim_optimizer, claims_on, holders_of, is_claimed
+from gradweave._runtime.composition import refuse_conflicts
+from gradweave._runtime.requirements import (
+    refuse_copies,
+    refuse_sharded,
+    require_module,
+    require_optimizer,
+    require_owned,
+    require_shapes,
+    require_undifferentiated,
 )
-from gradweave._runtime.module_hook import ModuleHook
 from gradweave._runtime.wrapped_optimizers import without_wrapper
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.fusion.auto import AutoEngine
 from gradweave.fusion.backward import BackwardEngine
 from gradweave.fusion.forward import ForwardEngine
@@ -71,7 +70,7 @@ def fuse(
         raise ArgumentError("mode", mode, f"use one of {', '.join(MODES)}")
     if allow_backward and mode != "auto":
         raise ArgumentError("allow_backward", allow_backward, f'is for mode="auto"; leave it out with mode={mode!r}')
-    check_is_module(model)
+    require_module(model)
     own = without_wrapper(optimizer)
     _check_optimizer(own)
     _check_model(model, own, mode)
@@ -95,136 +94,44 @@ def fuse(
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        raise ArgumentError(
-            "optimizer",
-            type(optimizer).__name__,
-            "needs all parameters, or sparse gradients, at once; train without fuse(), or with SGD, Adam or AdamW",
+    require_optimizer(
+        optimizer,
+        refused=(torch.optim.LBFGS, torch.optim.SparseAdam),
+        remedy="it needs all parameters at once, or sparse gradients; train without fuse(), or with SGD or AdamW",
+    )
+    require_undifferentiated(optimizer)
+    if is_claimed(optimizer, Technique.FUSE):
+        raise UnsupportedError(
+            f"fuse of {type(optimizer).__name__}", "it is fused already", "detach() the first fusion"
         )
-    if optimizer.defaults.get("differentiable"):
-        raise ArgumentError("optimizer", "differentiable=True", "construct it with differentiable=False")
-    if is_in_compiled_step(optimizer):
-        raise ArgumentError(
-            "optimizer", type(optimizer).__name__, "is part of a compiled step, which fuses it; drop that step first"
-        )
-    if is_in_daso(optimizer):
-        raise ArgumentError(
-            "optimizer", type(optimizer).__name__, "has a DASO, which averages before updates; detach() that first"
-        )
-    if is_in_data_parallel(optimizer):
-        raise ArgumentError(
-            "optimizer", type(optimizer).__name__, "is in a DataParallel, which defers its updates; detach() that first"
-        )
-    if is_in_fusion(optimizer):
-        raise ArgumentError("optimizer", type(optimizer).__name__, "is fused already; detach() the first fusion")
 
 
-def _check_model(model: nn.Module, optimizer: Optimizer, mode: str) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
-            raise ArgumentError("model", "DataParallel", "copies weights behind our back; use DistributedDataParallel")
-        if mode == "backward" and isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ArgumentError("mode", mode, 'would see gradients before DDP has averaged them; use mode="forward"')
-    _check_neighbours(model, optimizer)
-    own = {id(p) for p in model.parameters()}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if isinstance(p, nn.UninitializedParameter):
-                raise ArgumentError(
-                    "model", "a lazy module", "its parameters have no shape yet; run a batch through the model first"
-                )
-            if is_distributed_tensor(p):
-                raise ArgumentError("model", "FSDP", "sharded parameters are not supported yet; train without fuse()")
-            if id(p) not in own:
-                raise ArgumentError(
-                    "optimizer",
-                    f"a parameter of shape {tuple(p.shape)}",
-                    "is not in the model; give the model that owns it",
-                )
-
-
-def _check_neighbours(model: nn.Module, optimizer: Optimizer) -> None:
-    """Another optimizer on the same model is welcome, one on the same parameters is not."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for mark, _ in _fusions(model):
-        if not own.isdisjoint(mark.params):
-            raise ArgumentError(
-                "optimizer",
-                type(optimizer).__name__,
-                "shares parameters with one that is fused; detach() that fusion first (gradweave.fusion.fusions_of("
-                "model) finds it again, in a notebook whose cell is run twice for example)",
-            )
+def _check_model(model: nn.Module, optimizer: Optimizer, mode: Mode) -> None:
+    refuse_copies(model)
+    averaged = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
+    if mode == "backward" and averaged:
+        raise ArgumentError("mode", mode, 'would see gradients before DDP has averaged them; use mode="forward"')
+    refuse_conflicts(Technique.FUSE, model=model, optimizer=optimizer)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    own = set(map(id, params))
+    if any(not own.isdisjoint(claim.params) for claim in claims_on(model, Technique.FUSE)):
+        raise UnsupportedError(
+            f"fuse of {type(optimizer).__name__}",
+            "another optimizer that is fused has parameters of its own",
+            "detach() that fusion first (gradweave.fusion.fusions_of(model) finds it again, for example in a notebook "
+            "whose cell is run twice)",
+        )
+    require_shapes(params)
+    refuse_sharded(model, params, remedy="train without fuse()")
+    require_owned(model, optimizer)
 
 
 def fusions_of(model: nn.Module) -> list[Fusion]:
-    """All fusions that are attached to a model, or to parts of it."""
-    return list(dict.fromkeys(fusion for _, fusion in _fusions(model)))
+    """Return all fusions that are attached to a model, or to parts of it."""
+    return holders_of(model, Technique.FUSE)
 
 
-def is_fused(model: nn.Module) -> bool:
-    """Whether any of a model's parameters belongs to a fusion."""
-    return any(isinstance(mark, _Mark) and mark.params for module in model.modules() for mark in load_hooks(module))
-
-
-def updated_in_forward(model: nn.Module) -> frozenset[int]:
-    """By ``id``, the parameters of a model that a fusion with ``mode="forward"`` updates."""
-    return frozenset(p for mark, fusion in _fusions(model) if fusion.mode == "forward" for p in mark.params)
-
-
-def updated_in_backward(model: nn.Module) -> dict[int, Fusion]:
-    """By ``id``, the parameters of a model that a fusion with ``mode="backward"`` updates, with that fusion."""
-    return {p: fusion for mark, fusion in _fusions(model) if fusion.mode == "backward" for p in mark.params}
-
-
-def is_deferred_in_graph(model: nn.Module) -> bool:
-    """Whether a CUDA graph of several steps is being captured, with updates deferred from each to the next."""
-    return any(fusion.in_graph_now for _, fusion in _fusions(model))
-
-
-def _fusions(model: nn.Module) -> Iterator[tuple[_Mark, Fusion]]:
-    for module in model.modules():
-        for mark in load_hooks(module):
-            if isinstance(mark, _Mark) and (fusion := mark.fusion()) is not None:
-                yield mark, fusion
-
-
-class _Mark(ModuleHook):
-    """Says which of a module's parameters are fused, for the next fuse() to find; a copy says none."""
-
-    def __init__(
-        self, params: frozenset[int] = frozenset(), fusion: Callable[[], Fusion | None] = lambda: None
-    ) -> None:
-        super().__init__()
-        self.params = params
-        self.fusion = fusion
-
-    def __deepcopy__(self, _: object) -> _Mark:
-        return _Mark()
-
-    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
-        return _Mark, ()
-
-
-def _mark_owners(model: nn.Module, optimizer: Optimizer, fusion: Fusion, undo: ExitStack) -> None:
-    """Leaves a mark where each parameter lives; a hook on loading costs nothing in training.
-
-    A ScriptModule takes no mark: its owner has it.
-    """
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        scripted = [child for child in module.children() if isinstance(child, torch.jit.ScriptModule)]
-        params = [*module.parameters(recurse=False), *(p for child in scripted for p in child.parameters())]
-        marked = frozenset(map(id, params)) & own
-        if marked:
-            mark = module.register_load_state_dict_post_hook(_Mark(marked, ref(fusion)))
-            undo.callback(mark.remove)
-
-
-class Fusion:
+class Fusion(AccumulatingAttachment):
     """What :func:`fuse` returns: a hold on the attachment."""
 
     def __init__(
@@ -256,18 +163,10 @@ class Fusion:
                 check_stock_order=self._engine.check_stock_order,
             )
             undo.callback(hooks.remove)
-            _mark_owners(model, optimizer, self, undo)
-            undo.callback(mark_fused, optimizer, None)
-            mark_fused(optimizer, self)
+            params = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+            claim_model(model, Technique.FUSE, self, undo, params=params)
+            claim_optimizer(optimizer, Technique.FUSE, self, undo, keep_alive=True)
             self._undo = undo.pop_all()
-
-    def __enter__(self) -> Fusion:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
 
     def flush(self) -> None:
         """Applies every update that step() has decided and that is not in the weights yet.
@@ -285,7 +184,7 @@ class Fusion:
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
-        """Backwards inside only accumulate gradients: for all micro-batches of a step but the last."""
+        """Return a context in which backwards only accumulate: for all micro-batches of a step but the last."""
         engine = self._attached()
         before, engine.accumulating = engine.accumulating, True
         try:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from gradweave._compat.distributed import is_distributed_tensor
 from gradweave._compat.foreach import asked_by_grad_scaler
-from gradweave._runtime.claims import PipelinePart, is_in_fusion, mark_layers_of, pipeline_part
+from gradweave._runtime.claims import PipelinePart, Technique, claim_model, claim_optimizer, is_claimed, pipeline_part
+from gradweave._runtime.requirements import refuse_sharded
 from gradweave._runtime.two_phase_step import Commit
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim import first_order
@@ -93,7 +94,11 @@ class VectorOptimizer(Optimizer):
         self._name = ""
         super().__init__(params, defaults)
         if self._part is None:
-            mark_layers_of(model, self)
+            claims = ExitStack()
+            claim_model(model, Technique.EVA, self, claims)
+            finalize(self, claims.close).atexit = False
+            # Withdrawn with the optimizer: a callback would keep it alive.
+            claim_optimizer(self, Technique.EVA, self, ExitStack())
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -233,7 +238,7 @@ class VectorOptimizer(Optimizer):
         if layers or others:
             with _no_autocast(_device_of(layers, others)):
                 self._prepare(layers, others)
-                apart = is_in_fusion(self) or self._in_pipeline is not None
+                apart = is_claimed(self, Technique.FUSE) or self._in_pipeline is not None
                 if apart or not self.step_in_kernels(layers, others):
                     self._begin(layers, others).finish()
         else:
@@ -476,8 +481,7 @@ def parameters_of(model: nn.Module, params: Iterable[Any] | None) -> list[Any]:
         raise ArgumentError("model", type(model).__name__, "has lazy layers; run it once before making an optimizer")
     if any(p.is_complex() for p in model.parameters()):
         raise ArgumentError("model", type(model).__name__, "has complex parameters, which are not supported")
-    if any(is_distributed_tensor(p) for p in model.parameters()):
-        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+    refuse_sharded(model)
     if params is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
     if isinstance(params, (str, bytes, dict)) or not isinstance(params, Iterable):

@@ -16,7 +16,7 @@ from gradweave._compat.eager import watchers
 from gradweave._compat.foreach import zero_all
 from gradweave._compat.tracing import is_traced_to_operations
 from gradweave._logging import announce
-from gradweave._runtime.claims import is_in_compiled_step, pipeline_part
+from gradweave._runtime.claims import Technique, is_claimed, pipeline_part
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim.averaging import DEFAULT, Alike, Ranks
 from gradweave.optim.base import COPY, Layer, VectorOptimizer, loss_scale, parameters_of
@@ -173,7 +173,7 @@ class _CapturedVectors(VectorOptimizer):
             self._look_at_first_step()
 
     def _average(self, over: Any) -> None:
-        if is_in_compiled_step(self) or is_traced_to_operations():
+        if is_claimed(self, Technique.COMPILE) or is_traced_to_operations():
             raise GradweaveError(
                 "averages vectors over ranks, which compile() does not; train without compile(), or give "
                 "process_group=None if each rank trains a model of its own"

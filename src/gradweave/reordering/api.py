@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
@@ -15,20 +14,26 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gradweave._compat.distributed import is_distributed_tensor
 from gradweave._compat.eager import (
     ConvolutionModule,
-    forward_hooks,
     has_backward_hooks,
     is_being_traced,
-    is_compiled,
     is_parametrized,
 )
 from gradweave._logging import announce
-from gradweave._runtime.claims import check_is_module, trained_in_parallel_by
+from gradweave._runtime.attachment import Attachment
+from gradweave._runtime.claims import Technique, claim_model, is_claimed
+from gradweave._runtime.composition import refuse_conflicts
+from gradweave._runtime.fused_updates import is_deferred_in_graph, updated_in_backward, updated_in_forward
 from gradweave._runtime.module_hook import ModuleHook
-from gradweave.errors import ArgumentError
-from gradweave.fusion.api import is_deferred_in_graph, updated_in_backward, updated_in_forward
+from gradweave._runtime.requirements import (
+    refuse_compiled,
+    refuse_copies,
+    refuse_sharded,
+    require_module,
+    require_one_device,
+)
+from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.fusion.step_hooks import stack_depth
 from gradweave.reordering.auto import Trial, predicted
 from gradweave.reordering.cross_step import Crossing, Weights
@@ -94,28 +99,20 @@ def reorder(
 
 def _check_model(model: nn.Module, policy: str) -> torch.device:
     """Raises for models that cannot be reordered; returns the device of the others."""
-    check_is_module(model)
-    devices = {p.device for p in model.parameters()}
-    if len(devices) != 1:
-        raise ArgumentError("model", f"parameters on {len(devices)} devices", "give a model that is on one device")
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
-            raise ArgumentError("model", "DataParallel", "copies weights behind our back; use DistributedDataParallel")
-        if is_compiled(module):
-            how = "torch.jit.script" if isinstance(module, torch.jit.ScriptModule) else "torch.compile"
-            raise ArgumentError("model", how, "runs layers where they cannot be split; give the plain model")
-        if policy == "cross_step" and isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ArgumentError(
-                "policy", policy, 'DDP averages all gradients before backward() returns; use policy="joint"'
-            )
-    if "DataParallel" in trained_in_parallel_by(model):
+    require_module(model)
+    params = list(model.parameters())
+    if not params:
+        raise UnsupportedError(type(model).__name__, "it has no parameters", "give a model that has layers")
+    require_one_device(params)
+    refuse_copies(model)
+    refuse_compiled(model, remedy="give the plain model, and compile it afterwards")
+    averaged = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules())
+    if policy == "cross_step" and averaged:
         raise ArgumentError(
-            "model", type(model).__name__, "is in a DataParallel, which orders weight gradients itself; detach() that"
+            "policy", policy, 'DDP averages all gradients before backward() returns; use policy="joint"'
         )
-    if is_reordered(model):
-        raise ArgumentError("model", type(model).__name__, "is reordered already; detach() that first")
-    if any(is_distributed_tensor(p) for p in model.parameters()):
-        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
+    refuse_conflicts(Technique.REORDER, model=model)
+    refuse_sharded(model)
     if policy == "cross_step" and not updated_in_forward(model):
         raise ArgumentError(
             "policy",
@@ -123,7 +120,7 @@ def _check_model(model: nn.Module, policy: str) -> torch.device:
             "lets weight gradients wait for the next forward, where their updates must be too; "
             'call fuse(model, optimizer, mode="forward") before',
         )
-    return devices.pop()
+    return params[0].device
 
 
 def _attach_where_it_pays(
@@ -202,12 +199,11 @@ def layer_names(model: nn.Module) -> list[str]:
 
 
 def is_reordered(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, is reordered."""
-    hooks = (hook for module in model.modules() for hook in forward_hooks(module))
-    return any(isinstance(hook, _Enter) and hook.attached for hook in hooks)
+    """Return whether a model, or a part of it, is reordered."""
+    return is_claimed(model, Technique.REORDER)
 
 
-class Reordering:
+class Reordering(Attachment):
     """What :func:`reorder` returns: a hold on the attachment.
 
     Args:
@@ -243,6 +239,7 @@ class Reordering:
         self._open: WeakSet[SplitCalls] = WeakSet()
         self._detached = False
         self._hooks: list[RemovableHandle] = []
+        self._claims = ExitStack()
         if place is not None:
             try:
                 self._attach(model)
@@ -255,16 +252,14 @@ class Reordering:
         if self._following is not None:
             wait = ModuleHook(lambda *_: self._following.wait())  # type: ignore[union-attr]
             self._hooks.append(model.register_load_state_dict_pre_hook(wait))
-        self._hooks.append(model.register_forward_pre_hook(_Enter(self._enter), prepend=True))
+        self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._enter), prepend=True))
         self._hooks.append(model.register_forward_hook(_Leave(self._leave), always_call=True))
+        claim_model(model, Technique.REORDER, self, self._claims)
 
-    def __enter__(self) -> Reordering:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.detach()
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has not been detached."""
+        return not self._detached
 
     @property
     def most_bytes_held(self) -> int:
@@ -289,6 +284,7 @@ class Reordering:
     def detach(self) -> None:
         """Lets go: what the model runs from now on is stock."""
         self._detached = True
+        self._claims.close()
         for late in (self._crossing, self._following):
             if late is not None:
                 late.close()
@@ -390,15 +386,6 @@ class _Own(threading.local):
 
     def __init__(self) -> None:
         self.forwards: list[tuple[int, SplitCalls | None, ExitStack]] = []
-
-
-class _Enter(ModuleHook):
-    """A hook by which the next reorder() finds this one; a copy of the model does not have it."""
-
-    @property
-    def attached(self) -> bool:
-        """Whether it does anything."""
-        return self._callback is not None
 
 
 class _Leave(ModuleHook):

@@ -226,7 +226,7 @@ class _Around(nn.Module):
 ATTACHING = [
     "Groups", "lend", "declaration", "Mates", "Layout", "Agreement", "Connections", "Rhythm",
     "DeltaRule", "Setup", "Exchange", "replicas_of_node", "Averaging", "BackwardWatch", "Lookout",
-    "mark_daso", "mark_in_parallel", "Changes", "chunks",
+    "claim_model", "claim_optimizer", "Changes", "chunks",
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradweave._compat.distributed import default_store
 from gradweave.compare.data import digits
-from gradweave.errors import ArgumentError, GradweaveError, LostNodeError
+from gradweave.errors import ArgumentError, GradweaveError, LostNodeError, UnsupportedError
 from gradweave.parallel.daso import DASO
 from gradweave.reordering import reorder
 from parallel.daso.clock import die_as, leave_for_good, without_a_clock
@@ -208,7 +208,7 @@ def wrong_weights():
         model[0].weight.add_(1)
     try:
         daso.load_state_dict(state)
-    except ArgumentError as error:
+    except (ArgumentError, UnsupportedError) as error:
         return str(error)
     finally:
         daso.detach()

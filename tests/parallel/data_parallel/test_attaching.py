@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradweave.errors import ArgumentError
+from gradweave.errors import UnsupportedError
 from gradweave.parallel.data_parallel import DataParallel
 from parallel.daso.worlds import World
 
@@ -40,7 +40,7 @@ def test_an_attach_that_fails_at_any_step_leaves_nothing_behind(ranks, own_group
         ("class", "torch.optim.sgd.SGD", "torch.optim.adamw.AdamW"),
         ("groups", "the number of parameters in group 0='10': and '9' on rank 1", "and '9' on rank 1"),
         ("frozen", "frozen' on rank 1; construct the same", "frozen' on rank 1; construct the same"),
-        ("one refuses", "rank 1 refuses: optimizer='LBFGS'", "optimizer='LBFGS': cannot be updated in parts"),
+        ("one refuses", "rank 1 refuses: LBFGS", "LBFGS: it cannot be updated in parts"),
         ("an option that one refuses", "rank 1 refuses: policy='fast'", "policy='fast': use one of"),
     ],
 )
@@ -62,7 +62,7 @@ class Coupled(torch.optim.SGD):
 
 def test_what_is_refused_names_what_to_use_instead():
     model = nn.Linear(3, 3)
-    with pytest.raises(ArgumentError, match="; use DistributedDataParallel") as caught:
+    with pytest.raises(UnsupportedError, match="; use DistributedDataParallel") as caught:
         DataParallel(model, Coupled(model.parameters(), lr=0.1))
     assert "fuse" not in str(caught.value)
 

@@ -19,8 +19,8 @@ def expected(ranks):
 
 
 COMPANY = "averages or shards the gradients of this model too"
-AT_ONCE = "averages gradients itself"
-SHARDED = "model='FSDP'"
+AT_ONCE = "averages gradients by itself"
+SHARDED = "FSDP"
 EQUAL = None
 CASES = [
     ("in_torch", {"order": "DDP around the wrapper"}, COMPANY),

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 from gradweave import optim
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.parallel.pipeline import Pipeline, part
 from parallel.pipeline.models import batch, loss_fn, make, stock_step
 
@@ -59,7 +59,7 @@ def refused_rules():
     ):
         try:
             make_one()
-        except ArgumentError as error:
+        except (ArgumentError, UnsupportedError) as error:
             said.append(str(error))
     hooks = sum(len(module._forward_hooks) for module in pipe.module.modules())
     pipe.step(*batch("linears"))
@@ -74,7 +74,7 @@ def made_before():
         optimizer = make_one(model)
         try:
             Pipeline(model, loss_fn, microbatches=4, policy="fast_forward", timeout=20)
-        except ArgumentError as error:
+        except (ArgumentError, UnsupportedError) as error:
             said.append(str(error))
         del optimizer
         gc.collect()

@@ -33,8 +33,8 @@ def test_an_optimizer_that_was_made_for_the_whole_model_is_refused(two):
     for said in two.run("made_before").values():
         assert len(said) == 3
         for kind, message in zip(["Eva", "EvaF", "EvaS"], said, strict=True):
-            assert f"has an optimizer {kind}'" in message
-            assert "make it behind the pipeline, for its .module" in message
+            assert f"has an optimizer {kind}:" in message
+            assert "make it after the pipeline, for its .module" in message
 
 
 def test_a_rank_without_an_optimizer_of_the_family_is_named(two):

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from gradweave._compat.distributed import default_store, part_of_default_store
 from gradweave._logging import announce
+from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.backward import BackwardWatch
-from gradweave._runtime.claims import mark_daso, mark_in_parallel
+from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
 from gradweave._runtime.group_shutdown import Held
 from gradweave._runtime.lockstep import Changes
 from gradweave._runtime.replicas import Averager, Lookout
@@ -48,7 +49,7 @@ from gradweave.parallel.daso.transfer import chunks
 from gradweave.schedule import Timeline, save_timelines
 
 
-class DASO:
+class DASO(AccumulatingAttachment):
     """Data parallel over nodes with a slow network between them, under an unchanged training loop.
 
     Ranks of a node average gradients in every step, before ``backward()`` returns. Nodes exchange weights
@@ -168,9 +169,8 @@ class DASO:
         undo.callback(optimizer.register_step_pre_hook(self._step_begins).remove)
         undo.callback(optimizer.register_step_post_hook(self._step_ended).remove)
         undo.callback(Lookout(model, self._found).close)
-        mark_in_parallel(model, "DASO", undo)
-        mark_daso(optimizer, self)
-        undo.callback(mark_daso, optimizer, None)
+        claim_model(model, Technique.DASO, self, undo)
+        claim_optimizer(optimizer, Technique.DASO, self, undo)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Running statistics, by name."""
@@ -332,8 +332,8 @@ class DASO:
     def _no_flags(self) -> list[int]:
         return [0] * len(self._params())
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """For accumulation: backwards inside neither average gradients nor count as steps."""
+    def no_update(self) -> AbstractContextManager[None]:
+        """Return a context for micro-batches: backwards inside neither average gradients nor count as steps."""
         return self._watch.paused()
 
     # What the user may say, and ask.
@@ -452,15 +452,27 @@ class DASO:
         exchange.settle(self._steps, final=True)
         self._steps = exchange.trained
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has been neither detached nor finished."""
+        return not self._detached
+
+    def explain(self) -> str:
+        """Return what is done, and why."""
+        if self._detached:
+            return "detached: this rank trains by itself"
+        where = f"{self._topology.nodes} node(s) of {self._topology.places} rank(s)"
+        inside = "gradients are averaged inside the node" if self._averages else "a wrapper averages inside the node"
+        if self._exchange.alone:
+            return f"{where}: {inside}, and there is no other node to exchange weights with"
+        return f"{where}: {inside}; mode={self._options.mode!r}: {self._exchange.describe(self._steps)}"
+
     def detach(self) -> None:
         """Lets go at once: what is under way is dropped, and each node keeps its weights."""
         if self._detached:
             return
         self._detached = True
         self._undo.close()
-
-    def __enter__(self) -> DASO:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

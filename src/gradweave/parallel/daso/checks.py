@@ -10,18 +10,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradweave._compat.distributed import ddp_parameters, is_distributed_tensor
-from gradweave._runtime.claims import (
-    check_is_module,
-    check_not_in_pipeline,
-    is_in_compiled_step,
-    is_in_daso,
-    is_in_data_parallel,
-    trained_in_parallel_by,
-)
+from gradweave._compat.distributed import ddp_parameters
+from gradweave._runtime.claims import Technique
+from gradweave._runtime.composition import refuse_conflicts
 from gradweave._runtime.replicas import Averager, averager_inside
-from gradweave.errors import ArgumentError
-from gradweave.fusion.api import is_fused
+from gradweave._runtime.requirements import (
+    refuse_copies,
+    refuse_sharded,
+    require_module,
+    require_one_device,
+    require_optimizer,
+)
+from gradweave.errors import UnsupportedError
 from gradweave.parallel.daso.topology import Topology
 
 
@@ -34,38 +34,19 @@ def check(model: nn.Module, optimizer: Optimizer, topology: Topology, *, average
         topology: Where ranks are.
         averages: Whether DASO averages gradients inside the node, and not a wrapper.
     """
-    check_is_module(model)
+    require_module(model)
     if isinstance(model, torch.jit.ScriptModule):
-        raise ArgumentError("model", "torch.jit.script", "takes no hooks; give the plain model, or script parts of it")
-    check_not_in_pipeline(model)
-    if not isinstance(optimizer, Optimizer):
-        raise ArgumentError("optimizer", type(optimizer).__name__, "give a torch.optim.Optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ArgumentError("optimizer", "LBFGS", "takes several backwards per step; use SGD, Adam or AdamW")
-    if is_in_daso(optimizer):
-        raise ArgumentError(
-            "optimizer", type(optimizer).__name__, "has a DASO already; finish() or detach() that first"
-        )
-    if is_in_compiled_step(optimizer):
-        raise ArgumentError("optimizer", type(optimizer).__name__, "is part of a compiled step; drop that step first")
-    if is_in_data_parallel(optimizer):
-        raise ArgumentError(
-            "optimizer", type(optimizer).__name__, "is in a DataParallel over all ranks; detach() that first"
-        )
-    if "DataParallel" in trained_in_parallel_by(model):
-        raise ArgumentError("model", type(model).__name__, "is in a DataParallel over all ranks; detach() that first")
-    if is_fused(model):
-        raise ArgumentError(
-            "model", type(model).__name__, "is fused: updates would come before averages; detach() that"
-        )
+        raise UnsupportedError("torch.jit.script", "it takes no hooks", "give the plain model, or script parts of it")
+    require_optimizer(
+        optimizer,
+        refused=(torch.optim.LBFGS,),
+        remedy="it takes several backwards per step; use SGD, Adam or AdamW",
+    )
+    refuse_conflicts(Technique.DASO, model=model, optimizer=optimizer)
     params = everything_trained(model, optimizer)
-    if any(is_distributed_tensor(p) for p in params):
-        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give an unsharded model")
-    if len({p.device for p in params}) > 1:
-        raise ArgumentError("model", "parameters on several devices", "give a model that is on one device")
-    for module in model.modules():
-        if isinstance(module, nn.DataParallel):
-            raise ArgumentError("model", "DataParallel", "run one process per device, under torchrun")
+    refuse_sharded(model, params)
+    require_one_device(params)
+    refuse_copies(model)
     inside = averager_inside(model)
     if inside is not None:
         check_averager(inside, topology, averages=averages)
@@ -92,7 +73,7 @@ def check_averager(found: Averager, topology: Topology, *, averages: bool) -> No
             "run that one (Accelerate: prepare() without the model; Lightning: no ddp strategy), or wrap it beforehand "
             f"in {instead}, here ranks {own}, and give DASO that"
         )
-        raise ArgumentError("model", found.name, remedy)
+        raise UnsupportedError(found.name, "it " + remedy)
 
 
 def everything_trained(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:

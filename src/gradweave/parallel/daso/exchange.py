@@ -125,6 +125,14 @@ class Exchange:
         """Whether there is no other node."""
         return self._groups.across is None
 
+    def describe(self, step: int) -> str:
+        """Return what nodes do at a step, and how often, in a line."""
+        if self.together(step):
+            what = "gradients" if self._setup.averages_gradients else "weights"
+            return f"nodes average {what} in every step now"
+        waits = f", which training waits for: it takes {self.rhythm.waits} steps" if self.rhythm.waits else ""
+        return f"nodes exchange weights every {self.rhythm.every} step(s), merged {self.rhythm.wait} later{waits}"
+
     def together(self, step: int) -> bool:
         """Whether nodes average in every step now."""
         return self.rhythm.phase(step) is Phase.TOGETHER and not self.alone

@@ -17,7 +17,8 @@ from gradweave._compat.distributed import end_group
 from gradweave._compat.dynamo import between_graphs
 from gradweave._compat.eager import flat_leaves, no_torch_function
 from gradweave._logging import announce
-from gradweave._runtime.claims import mark_data_parallel, mark_in_parallel
+from gradweave._runtime.attachment import AccumulatingAttachment
+from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
 from gradweave._runtime.lockstep import Changes
 from gradweave._runtime.replicas import Lookout, agree, settings_of
 from gradweave._runtime.wrapped_optimizers import without_wrapper
@@ -41,7 +42,7 @@ BUCKET_BYTES = 4 * 2**20
 """Small enough for the first layers' gradients not to wait for much else, large enough for a slow link's latency."""
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, AccumulatingAttachment):
     """Trains replicas of a model, one per rank, that average their gradients while computing.
 
     Results are those of ``DistributedDataParallel``: the same averages, the same updates. But an update
@@ -141,9 +142,8 @@ class DataParallel(nn.Module):
         attached.callback(self._let_go_of_steps)
         attached.callback(self._optimizer.register_step_post_hook(self._note_step).remove)
         attached.callback(StepHooks(self._optimizer, self._before_step, self._after_step).remove)
-        mark_data_parallel(self._optimizer, self)
-        attached.callback(mark_data_parallel, self._optimizer, None)
-        mark_in_parallel(self.module, "DataParallel", attached)
+        claim_optimizer(self._optimizer, Technique.DATA_PARALLEL, self, attached)
+        claim_model(self.module, Technique.DATA_PARALLEL, self, attached)
         self._lookout = Lookout(self.module, refuse_averager)
         attached.callback(self._lookout.close)
         self._learn()
@@ -189,8 +189,8 @@ class DataParallel(nn.Module):
         return result
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate gradients: for all micro-batches of a step but the last."""
+    def no_update(self) -> Iterator[None]:
+        """Return a context in which backwards only accumulate: for all micro-batches of a step but the last."""
         before = self._attached().enabled
         self._set_syncs(False)
         try:
@@ -219,8 +219,13 @@ class DataParallel(nn.Module):
             self._attached_by.close()
         return self.module
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has not been detached."""
+        return self._reducer is not None
+
     def explain(self) -> str:
-        """What is done, and why."""
+        """Return what is done, and why."""
         if self._reducer is None:
             return "detached"
         why = f" ({self._choice.reason})" if self._choice is not None else ""

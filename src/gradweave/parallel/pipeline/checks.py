@@ -7,36 +7,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave._compat.distributed import is_distributed_tensor
-from gradweave._compat.eager import flat_leaves, is_compiled
-from gradweave._runtime.claims import optimizers_of_layers, trained_in_parallel_by
-from gradweave.errors import ArgumentError
-from gradweave.fusion.api import is_fused, updated_in_forward
-from gradweave.reordering.api import is_reordered
+from gradweave._compat.eager import flat_leaves
+from gradweave._runtime.claims import Technique, claims_on, holders_of
+from gradweave._runtime.composition import refuse_conflicts
+from gradweave._runtime.fused_updates import updated_in_forward
+from gradweave._runtime.requirements import refuse_compiled, refuse_copies, refuse_sharded
+from gradweave.errors import ArgumentError, UnsupportedError
 
 
 def check_model(model: nn.Sequential, ranks: int) -> list[tuple[str, nn.Module]]:
-    """The layers of a model that is to be spread over ranks, by name."""
+    """Return the layers, by name, of a model that is to be spread over ranks; raise if it cannot be."""
     if not isinstance(model, nn.Sequential):
         raise ArgumentError("model", type(model).__name__, "give an nn.Sequential of the layers, in order")
-    for technique in trained_in_parallel_by(model):
-        raise ArgumentError("model", f"a model that is in a {technique}", "detach() that first")
-    for optimizer in optimizers_of_layers(model) if ranks > 1 else ():
-        remedy = f"was made for all layers, which come to {ranks} ranks; make it behind the pipeline, for its .module"
-        raise ArgumentError("model", f"a model that has an optimizer {optimizer}", remedy)
+    refuse_conflicts(Technique.PIPELINE, model=model)
+    for optimizer in holders_of(model, Technique.EVA) if ranks > 1 else ():
+        raise UnsupportedError(
+            f"a model that has an optimizer {type(optimizer).__name__}",
+            f"it was made for all layers, which come to {ranks} ranks",
+            "make it after the pipeline, for its .module",
+        )
     layers = list(model.named_children())
     if len(layers) != len(model):
-        raise ArgumentError("model", f"{len(model)} layers", "one is in it twice; share its weights, not the module")
+        raise UnsupportedError(
+            f"a model of {len(model)} layers", "one of them is in it twice", "share its weights, not the module"
+        )
     for name, layer in layers:
-        for module in layer.modules():
-            if is_compiled(module):
-                raise ArgumentError("model", f"layer {name} is compiled", "cannot be split; give the plain layer")
-            if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-                raise ArgumentError("model", type(module).__name__, "give the plain layers")
-        if is_reordered(layer):
-            raise ArgumentError("model", f"layer {name} is reordered", "detach() that first: the schedule orders it")
-    if any(is_distributed_tensor(p) for p in model.parameters()):
-        raise ArgumentError("model", "FSDP", "sharded parameters are not supported; give plain layers")
+        refuse_compiled(layer, remedy=f"give the plain layer {name}: compiled code cannot be split")
+        if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in layer.modules()):
+            raise UnsupportedError("DistributedDataParallel", "a layer has no replicas", "give the plain layers")
+    refuse_copies(model)
+    refuse_sharded(model, remedy="give plain layers")
     return layers
 
 
@@ -57,17 +57,14 @@ def check_layers(module: nn.Module, device: torch.device | None) -> torch.device
 
 
 def check_parameters(module: nn.Module) -> None:
-    """Rejects a fusion that would update weights while other micro-batches still need them."""
-    if not is_fused(module):
-        return
+    """Raise UnsupportedError for a fusion that would update weights while other micro-batches still need them."""
     in_forward = updated_in_forward(module)
-    for part in module.modules():
-        own = {id(p) for p in part.parameters(recurse=False)}
-        if own and is_fused(part) and own.isdisjoint(in_forward):
-            raise ArgumentError(
-                "model", "a fusion that may update in backward",
-                'would update weights after the first micro-batch; use fuse(..., mode="forward")',
-            )  # fmt: skip
+    if any(not claim.params <= in_forward for claim in claims_on(module, Technique.FUSE)):
+        raise UnsupportedError(
+            "a fusion that may update in backward",
+            "it would update weights after the first micro-batch",
+            'use fuse(..., mode="forward")',
+        )
 
 
 class BatchShapes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradweave._runtime.claims import PipelineMark, PipelinePart
+from gradweave._runtime.claims import PipelinePart, Technique, claim_model
 from gradweave.errors import GradweaveError
 from gradweave.parallel.pipeline.process_group import Together
 
@@ -48,13 +49,13 @@ class Mark:
             self._enlist,
             self._all_agree,
         )
-        self._handles = [layer.register_load_state_dict_post_hook(PipelineMark(part)) for layer in own]
+        self._claims = ExitStack()
+        for layer in own:
+            claim_model(layer, Technique.PIPELINE, self, self._claims, detail=part)
 
     def remove(self) -> None:
         """Takes the marks off the layers; optimizers decide by themselves from here on."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._claims.close()
         self._together = None
 
     def _enlist(self) -> str:
