@@ -39,25 +39,17 @@ LAYERS = (
 )
 """Bottom to top. A package imports from lower layers only; ``gradweave`` is the front door, ``__init__.py``."""
 
-_REFUSES = "refuses a model that the other technique already holds"
-
 UPWARD_OR_SIDEWAYS = {
     ("_runtime.group_shutdown", "parallel.daso"): "types of DASO's agreement and groups",
-    ("compiler.checks", "fusion"): _REFUSES,
-    ("compiler.checks", "reordering"): _REFUSES,
     ("compiler.lower", "fusion"): "mark_written is a helper of both",
     ("compiler.program", "fusion"): "mark_written is a helper of both",
-    ("parallel.daso.checks", "fusion"): _REFUSES,
     ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",
     ("parallel.data_parallel.api", "fusion"): "observes the optimizer's step",
     ("parallel.data_parallel.api", "reordering"): "runs weight gradients from reordering's queue",
-    ("parallel.data_parallel.checks", "fusion"): _REFUSES,
-    ("parallel.data_parallel.checks", "reordering"): _REFUSES,
+    ("parallel.data_parallel.checks", "fusion"): "asks whether an optimizer can be updated in parts",
     ("parallel.data_parallel.deferred_updates", "fusion"): "updates before the next forward, as forward-fusion does",
     ("parallel.data_parallel.reverse_first_k", "reordering"): "holds weight gradients back in reordering's queue",
     ("parallel.data_parallel.step_costs", "reordering"): "types of reordering's queue",
-    ("parallel.pipeline.checks", "fusion"): _REFUSES,
-    ("parallel.pipeline.checks", "reordering"): _REFUSES,
     ("parallel.pipeline.weight_gradients", "reordering"): "splits a stage's backward as reordering does",
     ("profile.measure", "compiler"): "measures a traced step",
     ("profile.operations", "compiler"): "measures the operations of a traced step",
