@@ -40,7 +40,6 @@ LAYERS = (
 """Bottom to top. A package imports from lower layers only; ``gradweave`` is the front door, ``__init__.py``."""
 
 UPWARD_OR_SIDEWAYS = {
-    ("_runtime.group_shutdown", "parallel.daso"): "types of DASO's agreement and groups",
     ("compiler.lower", "fusion"): "mark_written is a helper of both",
     ("compiler.program", "fusion"): "mark_written is a helper of both",
     ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",

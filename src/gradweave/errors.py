@@ -52,14 +52,14 @@ class ScheduleError(GradweaveError):
     """A schedule cannot be carried out; the message names the tasks involved."""
 
 
-class LostNodeError(GradweaveError):
-    """Nodes can no longer train together: some are lost, or one sent numbers that are not finite.
+class LostPeerError(GradweaveError):
+    """Ranks can no longer train together: some are lost, or have stopped, or sent numbers that are not finite.
 
     Args:
         message: What happened, and what to do.
-        ranks: Those that are lost.
-        step: The training step at which it was noticed.
-        checkpoint: File that this rank left behind; None if there is none.
+        ranks: Global ranks of those that are lost, as far as they are known.
+        step: The training step at which it was noticed, where steps are counted.
+        checkpoint: The file that this rank left behind; None if there is none.
     """
 
     def __init__(

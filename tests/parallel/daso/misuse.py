@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from gradweave.errors import GradweaveError, LostNodeError
+from gradweave.errors import GradweaveError, LostPeerError
 from gradweave.optim import Eva, EvaF, EvaS
 from gradweave.parallel.daso import DASO, api
 from parallel.daso.clock import die_as, without_a_clock
@@ -330,7 +330,7 @@ def paper_in_turn(*, steps, die=None, **options):
             step(model, opt, number)
             stalls += time.monotonic() - began > options["timeout"] - 1
         daso.finish()
-    except LostNodeError as error:
+    except LostPeerError as error:
         said = str(error)
     return said, stalls, daso.stats()["failed_exchanges"], weights_of(model)
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradweave._compat.distributed import default_store
 from gradweave.compare.data import digits
-from gradweave.errors import ArgumentError, GradweaveError, LostNodeError, UnsupportedError
+from gradweave.errors import ArgumentError, GradweaveError, LostPeerError, UnsupportedError
 from gradweave.parallel.daso import DASO
 from gradweave.reordering import reorder
 from parallel.daso.clock import die_as, leave_for_good, without_a_clock
@@ -461,7 +461,7 @@ def train_among_faults(
             one_step(model, opt, step)
         daso.finish()
         default_store().set(f"through/{rank}", "")
-    except LostNodeError as error:
+    except LostPeerError as error:
         ended, ranks, at, file = str(error), error.ranks, error.step, error.checkpoint
     finite = bool(torch.isfinite(weights_of(model)).all())
     saved = None
@@ -486,7 +486,7 @@ def not_finite():
                     model[0].weight[0, 0] = float("nan")
             before = weights_of(model)
             one_step(model, opt, step)
-    except LostNodeError as error:
+    except LostPeerError as error:
         return str(error), error.ranks, bool(torch.isfinite(before).all())
     finally:
         attached.detach()
@@ -691,7 +691,7 @@ def overflow():
             model.weight.sum().backward()
             opt.step()
             opt.zero_grad()
-    except LostNodeError as error:
+    except LostPeerError as error:
         return str(error), bool(torch.isfinite(model.weight).all())
     finally:
         daso.detach()

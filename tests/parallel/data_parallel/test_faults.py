@@ -14,10 +14,10 @@ def doomed(tmp_path):
 def test_a_rank_that_dies_is_an_error_on_the_others(doomed, policy):
     doomed.ask("dies", range(2), policy=policy, limit=8)
     heard = doomed.answers([0])[0]
-    assert heard["kind"] == "LostRankError"
+    assert heard["kind"] == "LostPeerError"
     assert "a rank is lost" in heard["said"]
     assert heard["seconds"] < 30
-    assert heard["again"] == ("" if policy == "in_order" else "LostRankError")
+    assert heard["again"] == ("" if policy == "in_order" else "LostPeerError")
     assert heard["whole"]
 
 

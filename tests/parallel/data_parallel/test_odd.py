@@ -62,4 +62,4 @@ def test_one_that_begins_to_train_more_by_itself_is_told_when_the_others_do_not_
     first, second = ranks.run("trains_others", layers=[0, None], timeout=2).values()
     assert first[:2] == (2, "ReplicaError")
     assert "has changed on rank 0, and not so on rank 1" in first[2]
-    assert second[1] == "LostRankError"
+    assert second[1] == "LostPeerError"

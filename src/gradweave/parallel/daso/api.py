@@ -24,11 +24,11 @@ from gradweave._logging import announce
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.backward import BackwardWatch
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
-from gradweave._runtime.group_shutdown import Held
-from gradweave._runtime.lockstep import Changes
+from gradweave._runtime.peers.lockstep import Changes
+from gradweave._runtime.peers.shutdown import GroupShutdown
 from gradweave._runtime.replicas import Averager, Lookout
 from gradweave._runtime.wrapped_optimizers import without_wrapper
-from gradweave.errors import GradweaveError, LostNodeError
+from gradweave.errors import GradweaveError, LostPeerError
 from gradweave.parallel.daso import checkpoint
 from gradweave.parallel.daso.averaging import Averaging
 from gradweave.parallel.daso.cadence import PaperRhythm, Rhythm
@@ -144,8 +144,8 @@ class DASO(AccumulatingAttachment):
             topology, self._device, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
         )
         # Where neither finish() nor detach() is called: before the interpreter goes down.
-        held = Held(groups)
-        undo.callback(weakref.finalize(self, held.end))
+        shutdown = GroupShutdown(groups)
+        undo.callback(weakref.finalize(self, shutdown.end))
         with alike(groups.everyone, alone=groups.everyone is None) as own:
             self._lends = lend(optimizer, groups.mates, undo)
             own |= declaration(
@@ -160,7 +160,7 @@ class DASO(AccumulatingAttachment):
         self._known = {id(p) for p in self._params()}
         self._weights = Layout(p for p in self._params() if p.requires_grad)
         self._exchange = self._make_exchange()
-        held.agreement = self._agreement
+        shutdown.conversation = self._agreement
         self._averaging = Averaging(self._exchange, self._mates, self._weights, ours=self._averages)
         self._replicas = replicas_of_node(model, optimizer, self._weights, groups.mates)
         self._watch = BackwardWatch(self._backward_ended)
@@ -401,7 +401,7 @@ class DASO(AccumulatingAttachment):
             return
         ranks = len(self._agreement.alive) * self._topology.places
         call = partial(self._agreement.leave, ranks, host=self._topology.rank == 0)
-        with suppress(LostNodeError):
+        with suppress(LostPeerError):
             self._agreement.ask(call, name="gradweave leave").answer()
 
     def _wait_for_mates(self) -> None:

@@ -10,14 +10,15 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import fmean
 from threading import Lock, Thread
 from typing import Generic, Protocol, TypeVar
 
-from gradweave.errors import LostNodeError
+from gradweave._runtime.peers.contact import lost_contact_as
+from gradweave.errors import LostPeerError
 from gradweave.parallel.daso.cadence import NOTHING_MEASURED, Figures
 
 T = TypeVar("T")
@@ -197,7 +198,7 @@ class Agreement:
         """
         members = members or self.members
         key = f"exchange/{number}"
-        with _lost_store(), self._stores.one() as store:
+        with _naming_lost_host(), self._stores.one() as store:
             store.set(f"{key}/{self._node}", json.dumps(asdict(vote)))
             if not vote.arrived:
                 _judge(store, key, Verdict(False))
@@ -223,7 +224,7 @@ class Agreement:
         """Finds out which nodes are still there, those that answer in time, and the latest step one of them is at."""
         members = members or self.members
         key = f"generation/{members.generation}"
-        with _lost_store(), self._stores.one() as store:
+        with _naming_lost_host(), self._stores.one() as store:
             store.set(f"{key}/{self._node}", str(step))
 
             def all_here() -> bool:
@@ -316,13 +317,9 @@ def _count(store: Store, key: str, nodes: Sequence[int]) -> Verdict:
     )
 
 
-@contextmanager
-def _lost_store() -> Iterator[None]:
-    """Says what it means when the store is gone."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostNodeError("the node that hosts the store cannot be reached") from error
+def _naming_lost_host() -> AbstractContextManager[None]:
+    """Return a context in which lost contact with the store is a lost node: the one that hosts it."""
+    return lost_contact_as(lambda _: LostPeerError("the node that hosts the store cannot be reached"))
 
 
 class Asked(Generic[T]):
@@ -347,7 +344,7 @@ class Asked(Generic[T]):
         self.thread.join(self._patience)
         if self._answer:
             return self._answer[0]
-        raise self._error or LostNodeError("the node that hosts the store does not answer")
+        raise self._error or LostPeerError("the node that hosts the store does not answer")
 
 
 def _of(values: list[float], how: Callable[[list[float]], float]) -> float:

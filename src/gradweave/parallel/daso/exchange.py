@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gradweave._logging import announce
-from gradweave.errors import ArgumentError, LostNodeError
+from gradweave._runtime.peers.contact import is_lost_contact, lost_contact_as
+from gradweave.errors import ArgumentError, LostPeerError
 from gradweave.parallel.daso.cadence import Figures, Phase, Rhythm
 from gradweave.parallel.daso.consensus import Agreement, Verdict, Vote
-from gradweave.parallel.daso.failures import stopped, who_is_lost, why_to_stop
+from gradweave.parallel.daso.failures import describe_lost, lost_nodes, reason_to_stop
 from gradweave.parallel.daso.flat_buffers import Layout, Pool, Vectors
 from gradweave.parallel.daso.merge_rules import Rule
 from gradweave.parallel.daso.node_group import Mates
@@ -266,7 +267,7 @@ class Exchange:
         if flight.transfer is not None:
             try:
                 verdict = flight.transfer.result()
-            except LostNodeError:
+            except LostPeerError:
                 verdict = Verdict(False)
         numbers = verdict.as_list() if carries and verdict is not None else None
         length = len(Verdict(False).as_list()) + self._topology.nodes
@@ -337,13 +338,15 @@ class Exchange:
                 for chunk in chunks(sums):
                     dist.all_reduce(chunk, group=self._groups.across)
                 self.record.sent(sum(v.nbytes for v in sums), len(self._agreement.alive))
-            except RuntimeError:
+            except RuntimeError as error:
+                if not is_lost_contact(error):
+                    raise
                 try:
                     # Others may have had the sum, and notice only in their next step.
                     call = partial(self._agreement.roll_call, step, timeouts=2)
                     here, latest = self._agreement.ask(call, name="gradweave roll call").answer()
                     alive = [float(latest), *map(float, here)]
-                except LostNodeError:
+                except LostPeerError:
                     alive = [float(step)]
         told = [number for number in self._mates.tell(alive, 1 + self._topology.nodes, 0, step) if number >= 0]
         self.record.waited(time.perf_counter() - began)
@@ -400,33 +403,29 @@ class Exchange:
         vectors = layout.pack()
         if self._topology.place == 0 and self._groups.across is not None:
             first = self._topology.ranks[self._agreement.alive[0]][0]
-            try:
+            message = f"a node was lost at step {step}, while new parameters were shared; restart from a checkpoint"
+            with lost_contact_as(lambda _: LostPeerError(message, step=step)):
                 for chunk in chunks(vectors):
                     dist.broadcast(chunk, first, group=self._groups.across)
-            except RuntimeError as error:
-                message = f"a node was lost at step {step}, while new parameters were shared; restart from a checkpoint"
-                raise LostNodeError(message, step=step) from error
         self._mates.share(vectors, 0, step)
         layout.store(vectors)
 
     def _fail(self, verdict: Verdict, step: int, due: int) -> None:
         """An exchange did not count: goes on without those that are lost, or says who they are."""
         self.record.failed += 1
-        error = why_to_stop(verdict, self._topology, step)
+        error = reason_to_stop(verdict, self._topology, step)
         if error is not None:
             raise error
         nodes = [node for node in self._agreement.alive if node not in verdict.alive]
         ranks = [rank for node in nodes for rank in self._topology.ranks[node]]
         if not self._setup.continues:
-            raise stopped(ranks, step)
-        announce(f"{who_is_lost(ranks, step)}: {len(verdict.alive)} nodes go on", level=logging.WARNING)
+            raise lost_nodes(ranks, step)
+        announce(f"{describe_lost(ranks, step)}: {len(verdict.alive)} nodes go on", level=logging.WARNING)
         self._agreement.regrouped(verdict.alive)
         # With the published rules another one may be under way, sent among nodes that are no longer the same. Nobody
         # merges it: all have sent it by now, and a second failure would have nodes call the roll twice.
         self.flight = None
-        try:
+        message = f"the nodes that are left could not form a group at step {step}; restart from a checkpoint"
+        with lost_contact_as(lambda _: LostPeerError(message, ranks=tuple(ranks), step=step)):
             self._groups.regroup(verdict.alive)
-        except RuntimeError as failed:
-            message = f"the nodes that are left could not form a group at step {step}; restart from a checkpoint"
-            raise LostNodeError(message, ranks=tuple(ranks), step=step) from failed
         self.next_send = min(self.next_send, max(step, due) + 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradweave.errors import LostNodeError
+from gradweave._runtime.peers.contact import lost_contact_as
+from gradweave.parallel.daso.failures import lost_mates
 from gradweave.parallel.daso.topology import Groups, Topology
 from gradweave.parallel.daso.transfer import chunks
 
@@ -109,20 +110,20 @@ class Mates:
     def sum_up(self, vectors: Sequence[torch.Tensor], step: int) -> None:
         """Sums vectors over the node, in place."""
         if self._groups.mates is not None:
-            with self._named("a rank of this node is lost", step):
+            with self._naming_lost_mates(step):
                 for chunk in chunks(vectors):
                     dist.all_reduce(chunk, group=self._groups.mates)
 
     def sum_up_numbers(self, numbers: torch.Tensor, step: int) -> None:
         """Sums a tensor on the host over the node, in place."""
         if self._groups.control is not None:
-            with self._named("a rank of this node is lost", step):
+            with self._naming_lost_mates(step):
                 dist.all_reduce(numbers, group=self._groups.control)
 
     def share(self, vectors: Sequence[torch.Tensor], place: int, step: int) -> None:
         """Gives everybody in the node what one has."""
         if self._groups.mates is not None:
-            with self._named("a rank of this node is lost", step):
+            with self._naming_lost_mates(step):
                 for chunk in chunks(vectors):
                     dist.broadcast(chunk, self._topology.mate(place), group=self._groups.mates)
 
@@ -131,7 +132,7 @@ class Mates:
         padded = [*(numbers or []), *[-1.0] * length][:length]
         message = torch.tensor(padded, dtype=torch.float64)
         if self._groups.control is not None:
-            with self._named("a rank of this node is lost", step):
+            with self._naming_lost_mates(step):
                 dist.broadcast(message, self._topology.mate(place), group=self._groups.control)
         return list(message.tolist())
 
@@ -140,19 +141,9 @@ class Mates:
         if self._groups.control is None:
             return thing
         box = [thing]
-        with self._named("a rank of this node is lost", step):
+        with self._naming_lost_mates(step):
             dist.broadcast_object_list(box, self._topology.mate(place), group=self._groups.control)
         return box[0]
 
-    @contextmanager
-    def _named(self, what: str, step: int) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            mates = tuple(r for r in self._topology.ranks[self._topology.node] if r != self._topology.rank)
-            message = f"{what}, of {_listed(mates)}, at step {step}: the node cannot go on; restart from a checkpoint"
-            raise LostNodeError(message, ranks=mates, step=step) from error
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    def _naming_lost_mates(self, step: int) -> AbstractContextManager[None]:
+        return lost_contact_as(lambda _: lost_mates(self._topology, step))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradweave.errors import LostNodeError
+from gradweave.errors import LostPeerError
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def leaving_a_checkpoint(
     """
     try:
         yield
-    except LostNodeError as error:
+    except LostPeerError as error:
         let_go()
         if error.checkpoint is None:
             # Whatever keeps a checkpoint from being written must not hide why it was to be.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from gradweave._runtime.peers.contact import is_lost_contact
 from gradweave.parallel.daso.consensus import Agreement, Verdict, Vote
 from gradweave.parallel.daso.flat_buffers import Pool
 
@@ -48,20 +49,22 @@ class Transfer:
         self._members = agreement.members
         self._vote = vote
         self._works: list[dist.Work | None] = []
-        self._begun = True
+        self._has_begun = True
+        self._own_error: RuntimeError | None = None
         self._aside = _Aside(sent)
         with self._aside.entered():
             self.total = pool.copy(sent)
             try:
                 for chunk in chunks(self.total):
                     self._works.append(dist.all_reduce(chunk, group=group, async_op=True))
-            except RuntimeError:
-                self._begun = False
+            except RuntimeError as error:
+                self._has_begun = False
+                self._keep_own(error)
         self._asked = agreement.ask(self._attend, name=f"gradweave exchange {number}")
 
     def _attend(self) -> Verdict:
         with self._aside.again():
-            arrived = self._begun and self._arrive()
+            arrived = self._has_begun and self._arrive()
             vote = replace(self._vote, arrived=arrived)
             if arrived:
                 figures = self._vote.figures
@@ -78,7 +81,8 @@ class Transfer:
                 if work is not None:
                     work.wait()
             self._aside.synchronize()
-        except RuntimeError:
+        except RuntimeError as error:
+            self._keep_own(error)
             return False
         finally:
             # They hold on to what the group is made of.
@@ -86,9 +90,19 @@ class Transfer:
         self.ended = time.perf_counter()
         return True
 
+    def _keep_own(self, error: RuntimeError) -> None:
+        """Keeps an error of this rank's own device for :meth:`result`: others must hear the vote first.
+
+        Lost contact is not kept: it is in the verdict, and a traceback would keep the group alive.
+        """
+        if not is_lost_contact(error):
+            self._own_error = error
+
     def result(self) -> Verdict:
-        """Waits for the verdict of all nodes; behind it, the sum may be used on the current stream."""
+        """Waits for the verdict of all nodes; after it, the sum may be used on the current stream."""
         verdict = self._asked.answer()
+        if self._own_error is not None:
+            raise self._own_error
         self._aside.join(self.total)
         return verdict
 

@@ -1,6 +1,5 @@
 """Data parallel without a barrier between steps, weight gradients of the first layers last."""
 
 from gradweave.parallel.data_parallel.api import DataParallel
-from gradweave.parallel.data_parallel.failures import LostRankError
 
-__all__ = ["DataParallel", "LostRankError"]
+__all__ = ["DataParallel"]

@@ -19,16 +19,16 @@ from gradweave._compat.eager import flat_leaves, no_torch_function
 from gradweave._logging import announce
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
-from gradweave._runtime.lockstep import Changes
+from gradweave._runtime.peers.lockstep import Changes
 from gradweave._runtime.replicas import Lookout, agree, settings_of
 from gradweave._runtime.wrapped_optimizers import without_wrapper
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError, LostPeerError
 from gradweave.fusion.step_hooks import StepHooks
 from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, Choice
 from gradweave.parallel.data_parallel.buffers import BufferSharing
 from gradweave.parallel.data_parallel.checks import check, describe_model, refuse_averager, share_state
 from gradweave.parallel.data_parallel.deferred_updates import AveragedUpdates
-from gradweave.parallel.data_parallel.failures import LostRankError, named
+from gradweave.parallel.data_parallel.failures import naming_lost_peers
 from gradweave.parallel.data_parallel.messages import Layer, UseOrder, messages
 from gradweave.parallel.data_parallel.reducer import Reducer
 from gradweave.parallel.data_parallel.replica_check import Together
@@ -212,7 +212,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
 
         Process groups that were made for it are ended, with their connections and threads; call it on all ranks.
 
-        After a :class:`LostRankError`, updates whose gradients are lost are left out: their weights are as they were
+        After a :class:`LostPeerError`, updates whose gradients are lost are left out: their weights are as they were
         before the last step.
         """
         if self._reducer is not None:
@@ -335,7 +335,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         self._together.meet(is_unsettled=self._order is not None or is_choosing)
         if self._order is not None:
             agreed = [self._order.numbers()]
-            with named("the order of layers could not be agreed on"):
+            with naming_lost_peers("the order of layers could not be agreed on"):
                 dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
             self._layers = self._order.layers(agreed[0])
         elif self._choice is not None:
@@ -402,7 +402,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             self.flush()
             if self._reducer is not None:
                 self._reducer.wait()
-        except LostRankError as error:
+        except LostPeerError as error:
             if self._updates is not None:
                 self._updates.discard()
             announce(f"DataParallel: updates that were pending are left out: {error}")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from gradweave.parallel.data_parallel.failures import named
+from gradweave.parallel.data_parallel.failures import naming_lost_peers
 from gradweave.parallel.data_parallel.messages import Layer
 from gradweave.parallel.data_parallel.step_costs import Moments, StepWatch, measure_link
 from gradweave.schedule.builders import data_parallel
@@ -198,7 +198,7 @@ class Choice:
     def _propose(self, watch: StepWatch) -> None:
         costs, self.watch = watch.close(), None
         agreed = [costs]
-        with named("costs could not be agreed on"):
+        with naming_lost_peers("costs could not be agreed on"):
             dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
             link = measure_link(self._group, self._device, sum(c.parameter_bytes for c in agreed[0].layers))
         ranks = dist.get_world_size(self._group)
@@ -218,6 +218,6 @@ class Choice:
 
     def _slowest(self, numbers: list[float]) -> list[float]:
         together = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        with named("times could not be agreed on"):
+        with naming_lost_peers("times could not be agreed on"):
             dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
         return list(together.tolist())

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradweave.parallel.data_parallel.failures import named
+from gradweave.parallel.data_parallel.failures import naming_lost_peers
 
 
 class BufferSharing:
@@ -27,7 +27,7 @@ class BufferSharing:
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in self._model.buffers():
             by_type.setdefault(buffer.dtype, []).append(buffer)
-        with torch.no_grad(), named("buffers could not be shared"):
+        with torch.no_grad(), naming_lost_peers("buffers could not be shared"):
             for buffers in by_type.values():
                 message = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 dist.broadcast(message, self._root, group=self._group)

@@ -1,28 +1,24 @@
-"""What is said when ranks can no longer train together."""
+"""What DataParallel says when ranks can no longer train together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-import torch
-
-from gradweave.errors import GradweaveError
+from gradweave._runtime.peers.contact import lost_contact_as
+from gradweave.errors import LostPeerError
 
 
-class LostRankError(GradweaveError):
-    """A rank did not take part in what all ranks do together."""
+def naming_lost_peers(what: str) -> AbstractContextManager[None]:
+    """Return a context of messages in which lost contact is a :class:`LostPeerError`.
 
+    Args:
+        what: What could not be done, if contact is lost.
+    """
 
-@contextmanager
-def named(what: str) -> Iterator[None]:
-    """Context in which the backend's errors say what could not be done, and what to do."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise LostRankError(
+    def describe(reason: str) -> LostPeerError:
+        return LostPeerError(
             f"{what}: a rank is lost, or has run out of batches before the others; give every rank the same number of "
-            f"batches, or start again from a checkpoint: {str(error).splitlines()[0]}"
-        ) from error
+            f"batches, or start again from a checkpoint: {reason}"
+        )
+
+    return lost_contact_as(describe)

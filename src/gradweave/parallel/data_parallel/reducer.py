@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradweave._compat.eager import NO_BACKWARD, at_end_of_backward, current_backward, storage_users
-from gradweave.errors import GradweaveError
-from gradweave.parallel.data_parallel.failures import LostRankError, named
+from gradweave.errors import GradweaveError, LostPeerError
+from gradweave.parallel.data_parallel.failures import naming_lost_peers
 from gradweave.parallel.data_parallel.gradients import pending_class
 
 
@@ -35,7 +35,7 @@ class Message:
         self._class = pending_class(weakref.WeakMethod(self.wait))
         self._handed: list[torch.Tensor] = []
         self._work: Any = None
-        self._failure: LostRankError | None = None
+        self._failure: LostPeerError | None = None
         self._make()
 
     def _make(self) -> None:
@@ -91,7 +91,7 @@ class Message:
             self._flags[place] = 0
         self._work = _Done()
         if group is not None:
-            with named(f"gradients could not be averaged (message {self.number})"):
+            with naming_lost_peers(f"gradients could not be averaged (message {self.number})"):
                 self._work = dist.all_reduce(self._wire, group=group, async_op=True)
         if missing:
             self.wait()
@@ -113,9 +113,9 @@ class Message:
             return
         with torch.inference_mode(False), torch.no_grad():
             try:
-                with named(f"gradients could not be averaged (message {self.number})"):
+                with naming_lost_peers(f"gradients could not be averaged (message {self.number})"):
                     self._work.wait()
-            except LostRankError as error:
+            except LostPeerError as error:
                 self._failure = error
                 raise
             self._work = None

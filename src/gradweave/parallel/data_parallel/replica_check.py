@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._runtime.replicas import Replicas, is_due, settings_of
-from gradweave.parallel.data_parallel.failures import named
+from gradweave.parallel.data_parallel.failures import naming_lost_peers
 
 
 class Together:
@@ -49,7 +49,7 @@ class Together:
         now = self._rounds
         self._rounds += 1
         if is_unsettled or is_due(now):
-            with named("replicas could not be compared"):
+            with naming_lost_peers("replicas could not be compared"):
                 self._replicas.compare(
                     f"before gradients are averaged for the {now + 1}. time", {"the number of steps taken": self._steps}
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 from collections.abc import Sequence
@@ -13,12 +14,11 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
 from gradweave._compat.distributed import group_count, part_of_default_store
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave._runtime.peers.contact import in_a_line, is_lost_contact
+from gradweave.errors import ArgumentError, LostPeerError
 
 _PATIENCE = 2.0
 """Seconds in which a rank that lost contact looks for another one's reason, or waits for others to close."""
-_LOST = ("gloo", "connection", "timed out", "timeout", "nccl", "broken pipe", "reset by peer")
-_MESSENGERS = ("torch.distributed", "gradweave.parallel.pipeline")
 
 
 class Together:
@@ -86,7 +86,7 @@ class Together:
         """Which of some notes are not there after a while, by their number."""
         try:
             self._store.wait(list(keys), patience)
-        except (RuntimeError, dist.DistError):
+        except RuntimeError:
             return [number for number, key in enumerate(keys) if not self._store.check([key])]
         return []
 
@@ -100,19 +100,20 @@ class Together:
         Raises:
             GradweaveError: If another rank is at fault; else, the error is the caller's to raise.
         """
-        lost = _is_lost_contact(error)
+        culprit: int | None = self.rank
+        reason = f"rank {self.rank} failed with {in_a_line(error)}"
+        lost = is_lost_contact(error)
         if lost:
-            reason = self._reason() or f"contact with another rank was lost ({_short(error)})"
-        else:
-            reason = f"rank {self.rank} failed with {_short(error)}"
-        with suppress(RuntimeError, dist.DistError):  # the rank that hosts the store may be gone
-            self._store.set(f"failure-{self.rank}", reason)
+            culprit, reason = self._first_failure() or (None, f"contact with a rank was lost ({in_a_line(error)})")
+        with suppress(RuntimeError):  # the rank that hosts the store may be gone
+            self._store.set(f"failure-{self.rank}", json.dumps((culprit, reason)))
         _empty_frames(error)
         self._destroy()
         if lost:
-            raise GradweaveError(
+            raise LostPeerError(
                 f"the pipeline has stopped: {reason}; weights are those of the last optimizer step: restart from a "
-                "checkpoint"
+                "checkpoint",
+                ranks=() if culprit is None else (self.global_rank(culprit),),
             ) from None
 
     def close(self) -> None:
@@ -122,7 +123,7 @@ class Together:
         is kept, and so is one after which others were made: torch numbers groups by how many there are, and would
         give a name that is taken, or known to the store, to the next one.
         """
-        with suppress(RuntimeError, dist.DistError):  # the rank that hosts the store may be gone
+        with suppress(RuntimeError):  # the rank that hosts the store may be gone
             if self.group is not None and self._all_close():
                 self._destroy()
         self.group = self._store = None
@@ -146,16 +147,17 @@ class Together:
             time.sleep(0.01)
         return bool(self._store.compare_set("verdict", "", "keep") == b"free")
 
-    def _reason(self) -> str | None:
-        """Why another rank has stopped, if it said so."""
+    def _first_failure(self) -> tuple[int | None, str] | None:
+        """Return the rank that failed first and why, if it said so; ranks that only lost contact pass that on."""
         ends = time.monotonic() + _PATIENCE
         while time.monotonic() < ends:
             try:
                 for rank in range(self.size):
                     if self._store.check([f"failure-{rank}"]):
-                        return str(self._store.get(f"failure-{rank}").decode())
-            except (RuntimeError, dist.DistError):
-                return "the rank that hosts the store is gone"
+                        culprit, reason = json.loads(self._store.get(f"failure-{rank}"))
+                        return culprit, reason
+            except RuntimeError:
+                return None, "the rank that hosts the store is gone"
             time.sleep(0.05)
         return None
 
@@ -198,38 +200,3 @@ def _check_counts(group: Any, size: int) -> None:
     dist.all_gather_object(counts, group_count(), group=group)
     if len(set(counts)) > 1:
         raise ArgumentError("process_group", f"ranks in {counts} groups", "have all of its ranks make the same groups")
-
-
-def _is_lost_contact(error: BaseException) -> bool:
-    """Whether it was messages that failed, rather than what a user's layer, loss or hook does.
-
-    torch raises a plain RuntimeError for most of that, as users' code may; so what counts is who raised it.
-    """
-    error = _cause(error)
-    if isinstance(error, GradweaveError) or not isinstance(error, (RuntimeError, dist.DistError)):
-        return False
-    if not _raised_in(error).startswith(_MESSENGERS):
-        return False
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in _LOST)
-
-
-def _raised_in(error: BaseException) -> str:
-    """The module whose code, or whose call into C++, raised an error."""
-    innermost = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        innermost = frame
-    return "" if innermost is None else str(innermost.f_globals.get("__name__", ""))
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What is behind an error, by way of all its causes."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _short(error: BaseException) -> str:
-    """What happened, in a line: the cause behind all others."""
-    error = _cause(error)
-    line = " ".join(f"{type(error).__name__}: {error}".split())
-    return line if len(line) <= 300 else f"{line[:300]} ..."
