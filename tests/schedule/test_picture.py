@@ -5,7 +5,7 @@ from matplotlib.image import imread
 
 from gradweave.errors import ArgumentError
 from gradweave.schedule import Costs, Kind, Timeline, pipeline, plan, save_timelines, single
-from gradweave.schedule.picture import COLOURS, _boxes, _lighter, _steady, save_overlay
+from gradweave.schedule.picture import COLOURS, _boxes, _lighter, _numbered_kinds, _steady, save_overlay
 
 
 def rgb(colour):
@@ -52,13 +52,28 @@ def test_stacked_timelines_share_the_time_axis(gpipe, tmp_path):
 
 def test_an_svg_is_text_and_the_same_each_time(gpipe, tmp_path):
     gpipe.save(tmp_path / "a.svg")
-    assert "<svg" in (tmp_path / "a.svg").read_text()
+    gpipe.save(tmp_path / "b.svg")
+    first, second = ((tmp_path / name).read_text() for name in ("a.svg", "b.svg"))
+    assert "<svg" in first
+    assert first == second
 
 
 def test_neighbours_of_one_microbatch_are_drawn_as_one(gpipe):
     spans = [span for span in gpipe.spans if span.lane == "gpu0" and span.task.kind is Kind.F]
-    boxes = list(_boxes(spans, 100.0, many_microbatches=True))
+    boxes = list(_boxes(spans, 100.0, many_microbatches=True, numbered=()))
     assert [(box.text, box.start, box.end) for box in boxes] == [(str(i), 2.0 * i, 2.0 * i + 2) for i in range(4)]
+
+
+def test_boxes_are_numbered_by_layer_unless_one_stands_for_all(tmp_path):
+    predicted = plan(single(Costs.uniform(3)), policy="in_order").simulate()
+    spans = [s if s.task.kind is Kind.W else s._replace(task=replace(s.task, layer=0)) for s in predicted.spans]
+    measured = replace(predicted, spans=tuple(spans))
+    assert _numbered_kinds([predicted.spans]) == {Kind.F, Kind.X, Kind.W}
+    assert _numbered_kinds([measured.spans]) == {Kind.W}
+    texts = {box.kind: box.text for box in _boxes(measured.spans, 100.0, many_microbatches=False, numbered=(Kind.W,))}
+    assert texts == {Kind.F: "", Kind.X: "", Kind.W: "0", Kind.U: ""}
+    measured.save(tmp_path / "x.svg")
+    assert "numbers: layers" in (tmp_path / "x.svg").read_text()
 
 
 def test_missing_folders_are_made_and_bad_paths_are_named(gpipe, tmp_path):

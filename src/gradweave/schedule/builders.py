@@ -13,14 +13,27 @@ LINK = "link"
 
 
 def single(costs: Costs, *, steps: int = 1, next_forward: bool = True) -> TaskGraph:
-    """Training on one device."""
+    """Return the graph of training on one device.
+
+    Args:
+        costs: The network.
+        steps: Number of complete training steps.
+        next_forward: Add the forward of one more step.
+    """
     return _Builder(costs, Family.SINGLE, Cluster(), steps, 1, next_forward).graph()
 
 
 def data_parallel(costs: Costs, *, replicas: int, link: Link, steps: int = 1, next_forward: bool = True) -> TaskGraph:
-    """Training on replicas that average their gradients over a link, one message per layer.
+    """Return the graph of training on replicas that average their gradients over a link, one message per layer.
 
     All replicas do the same at the same time, so one of them stands for all.
+
+    Args:
+        costs: The network.
+        replicas: Number of devices.
+        link: Link that the all-reduces run over.
+        steps: Number of complete training steps.
+        next_forward: Add the forward of one more step.
     """
     if replicas < 1:
         raise ArgumentError("replicas", replicas, "give at least 1")
@@ -37,10 +50,19 @@ def hierarchical(
     steps: int = 1,
     next_forward: bool = True,
 ) -> TaskGraph:
-    """Data parallel over nodes of ``local_ranks`` devices each: fast links inside, slow between.
+    """Return the graph of data-parallel training over nodes with fast links inside and slow ones between.
 
-    As built, every gradient is averaged over all devices in every step; a policy may exchange
-    less. One device stands for all. A single node has nothing but its links inside.
+    As built, every gradient is averaged over all devices in every step; a policy may exchange less. One device stands
+    for all. A single node uses its inner links only.
+
+    Args:
+        costs: The network.
+        nodes: Number of nodes.
+        local_ranks: Devices per node.
+        link: Link between nodes.
+        local_link: Link between the devices of a node.
+        steps: Number of complete training steps.
+        next_forward: Add the forward of one more step.
     """
     for argument, value in (("nodes", nodes), ("local_ranks", local_ranks)):
         if value < 1:
@@ -58,18 +80,30 @@ def pipeline(
     steps: int = 1,
     next_forward: bool = False,
 ) -> TaskGraph:
-    """Training on ``stages`` devices that hold different layers.
+    """Return the graph of training on devices that hold different layers.
 
-    The policy decides which device holds which layer; until then tasks have no resource, and
-    the transfers between devices are not in the graph.
+    The policy decides which device holds which layer; until then tasks have no resource, and the transfers between
+    devices are not in the graph.
+
+    Args:
+        costs: The network.
+        stages: Number of devices.
+        microbatches: Micro-batches per step.
+        link: Link between any two devices.
+        steps: Number of complete training steps.
+        next_forward: Add the forward of one more step.
     """
     if not 1 <= stages <= len(costs.layers):
-        raise ArgumentError("stages", stages, f"give 1 to {len(costs.layers)}, one per layer at most")
+        raise ArgumentError("stages", stages, f"give 1 to {len(costs.layers)}, at most one per layer")
     return _Builder(costs, Family.PIPELINE, Cluster(stages, link), steps, microbatches, next_forward).graph()
 
 
 class _Builder:
-    """Lists tasks in the order a framework would run them, which is topological."""
+    """Lists tasks in the order in which a framework would run them, which is topological.
+
+    Attributes:
+        updated: Updates of the step before, by layer; the next forward of a layer needs its own.
+    """
 
     def __init__(
         self, costs: Costs, family: Family, cluster: Cluster, steps: int, microbatches: int, next_forward: bool
@@ -98,6 +132,7 @@ class _Builder:
             for microbatch in range(self.microbatches):
                 forward = self._forward(self.steps, microbatch)
                 for layer, task in enumerate(forward):
+                    # Its backward is not in the graph: the inputs are held at least until the forward is done.
                     held = Buffer(self.costs.layers[layer].input_bytes, self.device, (forward[-1], task))
                     self.buffers.append(held)
         return TaskGraph(
@@ -111,6 +146,7 @@ class _Builder:
         return len(self.tasks) - 1
 
     def _forward(self, step: int, microbatch: int) -> list[int]:
+        """Add F of every layer; return their indices by layer."""
         added: list[int] = []
         for layer, cost in enumerate(self.costs.layers):
             needs = (*added[-1:], *self.updated[layer : layer + 1])
@@ -120,7 +156,7 @@ class _Builder:
         return added
 
     def _backward(self, step: int, microbatch: int, forward: list[int]) -> list[tuple[int, int]]:
-        """Adds X and W of every layer; returns their indices by layer."""
+        """Add X and W of every layer; return their indices by layer."""
         pairs: list[tuple[int, int]] = []
         above: tuple[int, ...] = ()
         for layer in reversed(range(len(self.costs.layers))):
@@ -142,19 +178,21 @@ class _Builder:
         return pairs[::-1]
 
     def _update(self, step: int, backwards: list[list[tuple[int, int]]]) -> None:
+        """Add U of every layer, after its gradients from all micro-batches."""
         self.updated = []
         communicated = self._communicate(step, backwards)
         for layer, cost in enumerate(self.costs.layers):
             pairs = [backward[layer] for backward in backwards]
             final = communicated[layer : layer + 1] or [w for _, w in pairs]
             task = Task(Kind.U, layer, cost.update, self.device, 0, step, demand=cost.update_demand)
+            # The input gradient is computed with the weights as they were: the update waits for X too.
             u = self._add(task, (*final, *(x for x, _ in pairs)))
             self.updated.append(u)
             gradient_users = (*(w for _, w in pairs), *communicated[layer : layer + 1], u)
             self.buffers.append(Buffer(cost.parameter_bytes, self.device, gradient_users))
 
     def _communicate(self, step: int, backwards: list[list[tuple[int, int]]]) -> list[int]:
-        """Adds one collective per layer where replicas must agree; returns them by layer."""
+        """Add one collective per layer where replicas must agree; return their indices by layer."""
         if self.family not in (Family.DATA_PARALLEL, Family.HIERARCHICAL):
             return []
         added = {}

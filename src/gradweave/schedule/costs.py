@@ -1,4 +1,4 @@
-"""What each layer of a network costs: seconds and bytes, from a file, a formula or the caller."""
+"""Costs of a network's layers in seconds and bytes, from a file, a formula or the caller."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ class LayerCost:
         input_bytes: Size of its input, kept from F until W and sent between pipeline stages.
         output_bytes: Size of its output, and so of its output gradient.
         parameter_bytes: Size of its weight gradient: held until U, and reduced between replicas.
-        block: Layers of one block lie side by side and have similar kernels; policies that
-            reason about regions of the step treat a block as one.
-        forward_demand: Shares of the device that F takes; likewise for the other three.
+        block: Name of its block. Layers of one block are neighbours with similar kernels; policies that reason about
+            regions of the step treat a block as one.
+        forward_demand: Shares of the device that F takes.
+        input_grad_demand: Shares of the device that X takes.
+        weight_grad_demand: Shares of the device that W takes.
+        update_demand: Shares of the device that U takes.
     """
 
     name: str
@@ -52,6 +55,7 @@ class LayerCost:
         for key in (*_SECONDS, *_BYTES):
             value = getattr(self, key)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LARGEST:
+                # An integer beyond float's range cannot be formatted as one.
                 shown = float("inf") if isinstance(value, int) and value >= _LARGEST else value
                 remedy = f"give a number, zero or more, and less than {_LARGEST:g}"
                 raise ArgumentError(f"layer {self.name!r}, {key}", shown, remedy)
@@ -65,7 +69,13 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A network as the scheduler sees it: its layers' costs, input side first."""
+    """A network as the scheduler sees it.
+
+    Attributes:
+        layers: Costs of its layers, input side first.
+        name: The network's name, for titles.
+        source: Origin of the costs, for reports.
+    """
 
     layers: tuple[LayerCost, ...]
     name: str = "network"
@@ -86,7 +96,7 @@ class Costs:
         return sum(sum(getattr(layer, key) for key in _SECONDS) for layer in self.layers)
 
     def save(self, path: str | Path) -> None:
-        """Writes the cost file that :meth:`load` reads."""
+        """Write the cost file that :meth:`load` reads."""
         layers = []
         for layer in self.layers:
             row = asdict(layer)
@@ -98,7 +108,7 @@ class Costs:
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
-        """Reads a cost file: ``{"name": ..., "layers": [{"name": ..., "forward": ...}, ...]}``."""
+        """Read a cost file: ``{"name": ..., "layers": [{"name": ..., "forward": ...}, ...]}``."""
         path = Path(path)
         try:
             data = json.loads(path.read_text())
@@ -116,7 +126,7 @@ class Costs:
 
     @classmethod
     def uniform(cls, layers: int) -> Costs:
-        """Layers of one second for each of F, X and W, a free update, and one byte of each thing."""
+        """Return layers with one second for each of F, X and W, a free update, and one byte of each size."""
         if layers < 1:
             raise ArgumentError("layers", layers, "give at least 1")
         unit = [
@@ -127,7 +137,7 @@ class Costs:
 
 
 def _layer(row: Any, where: str) -> LayerCost:
-    """One layer of a cost file; ``where`` names it in errors."""
+    """Return one layer of a cost file; ``where`` names it in errors."""
     known = {f.name for f in fields(LayerCost)}
     if not isinstance(row, dict):
         raise ArgumentError(where, row, "write an object")

@@ -13,11 +13,11 @@ from gradweave.schedule.links import Cluster
 from gradweave.schedule.tasks import Buffer, Kind, Task
 
 _LONGEST = 1e15
-"""Seconds; beyond it, sums of durations lose their meaning."""
+"""Seconds; beyond it, sums of durations lose their seconds to rounding."""
 
 
 class Family(StrEnum):
-    """The kinds of scenario; a policy says which of them it fits."""
+    """The kinds of scenario; each policy fits some of them."""
 
     SINGLE = "single"
     DATA_PARALLEL = "data-parallel"
@@ -29,8 +29,8 @@ class Family(StrEnum):
 class TaskGraph:
     """Tasks in a topological order, with their dependencies and buffers.
 
-    Tasks are referred to by their index. ``needs[i]`` lists what task ``i`` waits for, all of
-    it before ``i``: a graph is acyclic by construction.
+    Tasks are referred to by their index. ``needs[i]`` lists the tasks that task ``i`` waits for, all of them before
+    ``i``: a graph is acyclic by construction.
 
     Attributes:
         family: The scenario it was built for.
@@ -42,8 +42,7 @@ class TaskGraph:
         steps: Number of complete training steps.
         microbatches: Micro-batches per step.
         next_forward: Whether the forward of one more step follows.
-        period: Steps after which the work of a step repeats (above 1 where some work is not
-            done in every step).
+        period: Steps after which the work of a step repeats (above 1 where some work is not done in every step).
     """
 
     family: Family
@@ -88,7 +87,7 @@ class TaskGraph:
 
     @cached_property
     def index(self) -> dict[tuple[Kind, int, int, int], int]:
-        """Task index by (kind, layer, micro-batch, step); communication and noted tasks are not in it."""
+        """Task index by (kind, layer, micro-batch, step), without communication and tasks that have a note."""
         return {
             (task.kind, task.layer, task.microbatch, task.step): i
             for i, task in enumerate(self.tasks)
@@ -96,7 +95,7 @@ class TaskGraph:
         }
 
     def find(self, kind: Kind, layers: Iterable[int], step: int, microbatch: int = 0) -> list[int]:
-        """Indices of the tasks of one kind, micro-batch and step, in the order of ``layers``."""
+        """Return the indices of the tasks of one kind, micro-batch and step, in the order of ``layers``."""
         index = self.index
         return [index[kind, layer, microbatch, step] for layer in layers]
 
@@ -125,12 +124,12 @@ class TaskGraph:
 
     @property
     def burdens_its_device(self) -> bool:
-        """Whether communication takes something of the one device that stands for all."""
+        """Whether communication takes a share of the one device that stands for all."""
         return self.family is Family.DATA_PARALLEL and self.cluster.link.device_seconds > 0
 
     @cached_property
     def critical_path(self) -> float:
-        """Seconds along the longest chain of dependencies: no schedule is faster."""
+        """Seconds along the longest chain of dependencies, a lower bound for every schedule."""
         ends = [0.0] * len(self.tasks)
         for i, (task, needs) in enumerate(zip(self.tasks, self.needs, strict=True)):
             ends[i] = max((ends[need] for need in needs), default=0.0) + task.seconds
@@ -138,5 +137,5 @@ class TaskGraph:
 
     @cached_property
     def serial_seconds(self) -> float:
-        """Seconds if one task ran after the other: no sound schedule is slower."""
+        """Seconds of all tasks one after the other, an upper bound for every sound schedule."""
         return sum(task.seconds for task in self.tasks)

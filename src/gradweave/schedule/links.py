@@ -1,4 +1,4 @@
-"""Links between devices: what a message costs."""
+"""Links between devices, and the cost of a message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from gradweave.errors import ArgumentError
 from gradweave.schedule.tasks import Demand
 
-_LINK = re.compile(r"(?P<rate>[\d.]+(?:e[+-]?\d+)?)\s*(?P<unit>[kMGT]?i?)(?P<what>bit|B|b)/s", re.ASCII)
+_LINK = re.compile(r"(?P<rate>[\d.]+(?:e[+-]?\d+)?)\s*(?P<unit>[kMGT]?i?)(?P<size>bit|B|b)/s", re.ASCII)
 _LATENCY = re.compile(r"(?P<time>[\d.]+(?:e[+-]?\d+)?)\s*(?P<unit>s|ms|us|ns)", re.ASCII)
 _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -19,14 +19,14 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 class Link:
     """A link of ``bandwidth`` bytes per second that adds ``latency`` seconds to each message.
 
-    A message occupies the link for its latency too, so that many small messages cost more
-    than one large one, as they do on real networks.
+    A message occupies the link for its latency too, so that many small messages cost more than one large one, as they
+    do on real networks.
 
     Attributes:
         bandwidth: Bytes per second.
         latency: Seconds per message.
-        device_seconds: That a byte takes of the device itself, which then has less left for what it computes: on a
-            CPU, messages are sent, received and summed up by the same cores.
+        device_seconds: Seconds per byte of the device itself, which has less left for computing meanwhile: on a CPU,
+            messages are sent, received and summed by the same cores.
     """
 
     bandwidth: float = math.inf
@@ -47,28 +47,28 @@ class Link:
         return math.isinf(self.bandwidth) and self.latency == 0
 
     def transfer_seconds(self, size: int) -> float:
-        """Duration of sending ``size`` bytes to one peer."""
+        """Return the duration of sending ``size`` bytes to one peer."""
         return self.latency + size / self.bandwidth
 
     def all_reduce_seconds(self, size: int, ranks: int) -> float:
-        """Duration of an all-reduce of ``size`` bytes among ``ranks`` peers.
+        """Return the duration of an all-reduce of ``size`` bytes among ``ranks`` peers.
 
-        The bandwidth term is a ring's, 2(n-1)/n of the data over each peer's link; the latency
-        term is a tree's, twice its depth. Collective libraries choose between the two by size.
+        The bandwidth term is that of a ring, 2(n-1)/n of the data over each peer's link; the latency term is that of a
+        tree, twice its depth. Collective libraries choose between the two by size.
         """
         if ranks < 2:
             return 0.0
         return 2 * math.ceil(math.log2(ranks)) * self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
 
     def all_reduce_demand(self, size: int, ranks: int) -> Demand:
-        """Shares of the device that an all-reduce takes while it lasts."""
+        """Return the shares of the device that an all-reduce takes while it lasts."""
         seconds = self.all_reduce_seconds(size, ranks)
         share = min(1.0, self.device_seconds * size / seconds) if seconds else 0.0
         return Demand(share, share)
 
     @staticmethod
     def parse(text: str) -> Link:
-        """Reads ``"25Gbit/s"``, ``"25Gbit/s,10us"`` (with latency), ``"3GB/s"`` or ``"free"``."""
+        """Parse ``"25Gbit/s"``, ``"25Gbit/s,10us"`` (with latency), ``"3GB/s"`` or ``"free"``."""
         if text.strip() == "free":
             return Link()
         rate_text, _, latency_text = text.partition(",")
@@ -77,7 +77,7 @@ class Link:
         try:
             if rate is None or (latency_text and latency is None):
                 raise ValueError
-            bits = 8.0 if rate["what"] != "B" else 1.0
+            bits = 8.0 if rate["size"] != "B" else 1.0
             bandwidth = float(rate["rate"]) * _PREFIX[rate["unit"]] / bits
             seconds = float(latency["time"]) * _SECONDS[latency["unit"]] if latency else 0.0
             return Link(bandwidth, seconds)
@@ -88,12 +88,12 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What a graph's devices are, and what joins them.
+    """The devices of a graph and the links between them.
 
     Attributes:
         devices: Number of devices: pipeline stages, or data-parallel replicas over all nodes.
         link: Link between devices; between nodes if there are several.
-        nodes: Number of nodes the devices are spread over evenly.
+        nodes: Number of nodes, each with equally many devices.
         local_link: Link between the devices of one node.
     """
 

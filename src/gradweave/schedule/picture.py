@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +29,7 @@ _IDLE = "#e9e9e9"
 _WIDTH_INCHES = 12.0
 _DPI = 150
 _PLOT_PIXELS = 0.88 * _WIDTH_INCHES * _DPI
+"""About the width of the axes; the rest holds the names of the rows."""
 _NARROW_PIXELS = 4.0
 _DIGIT_PIXELS = 8.0
 
@@ -45,7 +46,7 @@ class _Box:
 
 
 def save_picture(timelines: Sequence[Timeline], path: Path) -> None:
-    """Draws timelines above one another on one time axis."""
+    """Draw timelines above one another on one time axis."""
     _check(timelines, path)
     from matplotlib.figure import Figure
 
@@ -65,11 +66,10 @@ def save_picture(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def save_overlay(pairs: Sequence[tuple[Timeline, Timeline]], path: str | Path) -> None:
-    """Draws predicted timelines and measured ones over each other, stream by stream.
+    """Draw predicted timelines and measured ones over each other, stream by stream.
 
-    The upper half of a row is predicted, the lower half measured; both begin with the forward of the second
-    step, or of the first if there is only one. A measured stream is drawn with the predicted one whose name
-    ends in the same word.
+    The upper half of a row is predicted, the lower half measured; both begin with the forward of the second step, or of
+    the first if there is only one. A measured stream is drawn with the predicted one whose name ends in the same word.
 
     Args:
         pairs: A predicted and a measured timeline of the same work, for each panel.
@@ -94,8 +94,8 @@ def save_overlay(pairs: Sequence[tuple[Timeline, Timeline]], path: str | Path) -
         _label_rows(axes, [f"{lane}\npredicted / measured" for lane in lanes])
         times = whole[0].step_time, whole[1].step_time
         off = f", {times[0] / times[1] - 1:+.0%}" if times[1] else ""
-        factor = _time_unit(max(times) or 1.0)
-        text = f"{times[0] * factor[1]:.4g} {factor[0]} predicted, {times[1] * factor[1]:.4g} {factor[0]} measured{off}"
+        own_unit, factor = _time_unit(max(times) or 1.0)
+        text = f"{times[0] * factor:.4g} {own_unit} predicted, {times[1] * factor:.4g} {own_unit} measured{off}"
         axes.set_title(f"{whole[0].title}: {text}", loc="left", fontsize=10)
     grid[-1, 0].set_xlabel(f"time [{unit}]")
     grid[-1, 0].set_xlim(0, longest * scale)
@@ -104,30 +104,36 @@ def save_overlay(pairs: Sequence[tuple[Timeline, Timeline]], path: str | Path) -
 
 
 def _steady(timeline: Timeline) -> Timeline:
-    """From the forward of the second step on, if there is one, to the end of the forward after it."""
+    """Return the part from the forward of the second step, if there is one, to the end of the forward after it."""
     steps = sorted({span.task.step for span in timeline.spans if span.task.kind is Kind.F})
     if len(steps) < 2:
         return timeline
     begin = min(s.start for s in timeline.spans if s.task.kind is Kind.F and s.task.step == steps[1])
     last = steps[2] if len(steps) > 2 else steps[1]
     end = max(s.end for s in timeline.spans if s.task.step < last or (s.task.kind is Kind.F and s.task.step == last))
-    spans = tuple(s._replace(start=s.start - begin, end=s.end - begin) for s in timeline.spans
-                  if s.start >= begin and s.end <= end and (s.end > begin or s.task.step >= steps[1]))  # fmt: skip
+
+    def is_shown(span: Span) -> bool:
+        # Tasks of no duration at the very beginning may still belong to the step before.
+        return begin <= span.start and span.end <= end and (span.end > begin or span.task.step >= steps[1])
+
+    spans = tuple(s._replace(start=s.start - begin, end=s.end - begin) for s in timeline.spans if is_shown(s))
     return replace(timeline, spans=spans)
 
 
 def _word(lane: str) -> str:
+    """Return the last word of a lane's name, by which predicted and measured ones are matched."""
     return lane.rpartition(" ")[2]
 
 
 def _shared_lanes(predicted: Timeline, measured: Timeline) -> list[str]:
-    """Names of the rows: the predicted streams, and measured ones that none of them stands for."""
+    """Return the names of the rows: the predicted streams, and measured ones that match none of them."""
     names = [name for name, _ in predicted.lanes]
     known = {_word(name) for name in names}
     return names + [name for name, _ in measured.lanes if _word(name) not in known]
 
 
 def _rows_by_word(timeline: Timeline, lanes: Sequence[str]) -> list[list[Span]]:
+    """Return the spans of a timeline by row."""
     rows: dict[str, list[Span]] = {_word(lane): [] for lane in lanes}
     for span in timeline.spans:
         if span.end > span.start:
@@ -143,24 +149,47 @@ def _check(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
+    from matplotlib import rc_context
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        # Neither a date nor random ids: the same timelines give the same file, which version control can tell.
+        with rc_context({"svg.hashsalt": "gradweave"}):
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     except OSError as error:
         raise ArgumentError("path", str(path), f"cannot be written: {error.strerror}") from None
 
 
 def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    """Add a legend of the kinds that are drawn, and of what shades and numbers mean."""
     from matplotlib.patches import Patch
 
-    used = {span.task.kind for timeline in timelines for span in timeline.spans if span.end > span.start}
+    shown = [span for timeline in timelines for span in timeline.spans if span.end > span.start]
+    used = {span.task.kind for span in shown}
+    # A recorder that does not see weight gradients apart records all of backward as X.
     names = {**NAMES, Kind.X: "X backward"} if Kind.W not in used else NAMES
     handles = [Patch(color=COLOURS[kind], label=names[kind]) for kind in COLOURS if kind in used]
     handles.append(Patch(color=_IDLE, label="idle"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    notes = ["lighter: every second step"] if len({span.task.step for span in shown}) > 1 else []
+    if any(span.task.microbatch for span in shown):
+        notes.append("numbers: micro-batches")
+    elif any(_numbered_kinds([timeline.spans]) for timeline in timelines):
+        notes.append("numbers: layers")
+    if notes:
+        handles.append(Patch(color="none", label="; ".join(notes)))
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.5,
+        columnspacing=1.5,
+    )
 
 
 def _draw(axes: Axes, timeline: Timeline, scale: float, longest: float) -> None:
+    """Draw the lanes of one timeline, with its step time as the title."""
     by_lane: dict[str, list[Span]] = {name: [] for name, _ in timeline.lanes}
     for span in timeline.spans:
         if span.end > span.start:
@@ -179,13 +208,24 @@ def _draw_rows(
     longest: float,
     place: tuple[float, float],
 ) -> None:
-    """Draws the spans of each row as bars; ``place`` says where in the row they begin, and their height."""
+    """Draw the spans of each row as bars.
+
+    Args:
+        axes: The panel.
+        rows: Spans by row.
+        makespan: Seconds that are drawn as idle where nothing else is.
+        scale: Units of the time axis per second.
+        longest: Seconds that fill the width.
+        place: Top of the bars, from the middle of their row, and their height.
+    """
     top, height = place
     pixels = _PLOT_PIXELS / longest
     many = any(span.task.microbatch for spans in rows for span in spans)
+    numbered = _numbered_kinds(rows)
     for row, spans in enumerate(rows):
         axes.broken_barh([(0, makespan * scale)], (row + top, height), facecolors=_IDLE)
-        boxes = list(_boxes(spans, pixels, many_microbatches=many))
+        boxes = list(_boxes(spans, pixels, many_microbatches=many, numbered=numbered))
+        # One collection per kind and shade: an artist for each of thousands of boxes would be slow to draw.
         for kind in Kind:
             for odd in (False, True):
                 drawn = [box for box in boxes if box.kind is kind and box.step % 2 == odd]
@@ -194,12 +234,19 @@ def _draw_rows(
                     (row + top, height),
                     facecolors=_lighter(COLOURS[kind]) if odd else COLOURS[kind],
                     edgecolors="white",
-                    linewidth=0.4 if _wide(drawn, pixels) else 0.0,
+                    linewidth=0.4 if _has_room_for_outlines(drawn, pixels) else 0.0,
                 )
         for box in boxes:
             if box.text and (box.end - box.start) * pixels > _DIGIT_PIXELS * (len(box.text) + 0.5):
-                axes.text((box.start + box.end) / 2 * scale, row + top + height / 2, box.text, ha="center", va="center",
-                          fontsize=6.5, color="black" if box.step % 2 or box.kind is Kind.U else "white")  # fmt: skip
+                axes.text(
+                    (box.start + box.end) / 2 * scale,
+                    row + top + height / 2,
+                    box.text,
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                    color="black" if box.step % 2 or box.kind is Kind.U else "white",
+                )
 
 
 def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
@@ -210,23 +257,43 @@ def _label_rows(axes: Axes, labels: Sequence[str]) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _wide(boxes: Sequence[_Box], pixels: float) -> bool:
-    """Whether outlines would still leave colour between them."""
+def _has_room_for_outlines(boxes: Sequence[_Box], pixels: float) -> bool:
+    """Return whether outlines would leave colour between them."""
     return bool(boxes) and min(box.end - box.start for box in boxes) * pixels > _NARROW_PIXELS
 
 
-def _boxes(spans: Iterable[Span], pixels: float, *, many_microbatches: bool) -> Iterable[_Box]:
-    """Joins neighbours that belong together: one micro-batch's layers, or what is too narrow to see."""
+def _numbered_kinds(rows: Iterable[Iterable[Span]]) -> set[Kind]:
+    """Return the kinds with tasks of several layers: where one task stands for all layers, its number means nothing."""
+    layers: dict[Kind, set[int]] = {}
+    for spans in rows:
+        for span in spans:
+            if span.end > span.start and not span.task.note:
+                layers.setdefault(span.task.kind, set()).add(span.task.layer)
+    return {kind for kind, numbers in layers.items() if len(numbers) > 1}
+
+
+def _boxes(
+    spans: Iterable[Span], pixels: float, *, many_microbatches: bool, numbered: Collection[Kind]
+) -> Iterable[_Box]:
+    """Join neighbours that belong together: the layers of one micro-batch, or tasks too narrow to see.
+
+    Args:
+        spans: Spans of one row.
+        pixels: Pixels per second.
+        many_microbatches: Number boxes by micro-batch, not by layer.
+        numbered: Kinds whose boxes are numbered by layer.
+    """
     current: _Box | None = None
     for span in spans:
         task = span.task
-        text = str(task.microbatch) if many_microbatches and task.kind is not Kind.U else ""
-        box = _Box(task.kind, text or str(task.layer), task.step, span.start, span.end)
+        microbatch = str(task.microbatch) if many_microbatches and task.kind is not Kind.U else ""
+        layer = str(task.layer) if task.kind in numbered and not task.note and not many_microbatches else ""
+        box = _Box(task.kind, microbatch or layer, task.step, span.start, span.end)
         if current is not None and current.kind is box.kind and current.step == box.step:
             adjacent = (box.start - current.end) * pixels < 0.5
             narrow = (box.end - box.start) * pixels < _NARROW_PIXELS
-            if adjacent and ((text and current.text == box.text) or (not text and narrow)):
-                current = _Box(box.kind, text, box.step, current.start, box.end)
+            if adjacent and ((microbatch and current.text == box.text) or (not microbatch and narrow)):
+                current = _Box(box.kind, microbatch, box.step, current.start, box.end)
                 continue
         if current is not None:
             yield current
@@ -236,12 +303,13 @@ def _boxes(spans: Iterable[Span], pixels: float, *, many_microbatches: bool) -> 
 
 
 def _lighter(colour: str) -> str:
+    """Return a colour halfway to white."""
     channels = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{(channel + 255) // 2:02x}" for channel in channels)
 
 
 def _time_unit(longest: float) -> tuple[str, float]:
-    """A unit in which a duration has one to three digits before the point."""
+    """Return a unit in which a duration has one to three digits before the point, and its number per second."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if longest * scale >= 1:
             return unit, scale

@@ -1,4 +1,4 @@
-"""Rewrites of task graphs that policies choose: layers placed on devices, messages put together."""
+"""Rewrites of task graphs that policies choose: layers placed on devices, messages merged into buckets."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from gradweave.schedule.tasks import Buffer, Kind, Task
 
 
 def device_name(number: int) -> str:
-    """Name of a pipeline's device."""
+    """Return the name of a pipeline's device."""
     return f"gpu{number}"
 
 
 def place(graph: TaskGraph, device_of: Callable[[int], int]) -> TaskGraph:
-    """Puts each layer of a pipeline on a device and adds the transfers this makes necessary.
+    """Put each layer of a pipeline on a device and add the transfers that this makes necessary.
 
-    What one task sends to several tasks of one device is sent once. Transfers over a free link
-    are left out. What a message takes of the devices themselves is added to the task that makes it
-    and to the first that needs it.
+    A result that several tasks of one device need is sent there once. Transfers over a free link are left out. The
+    seconds that a message takes of the devices themselves are added to the task that makes it and to the first that
+    needs it.
+
+    Args:
+        graph: An unplaced pipeline graph.
+        device_of: Maps a layer to its device.
     """
     placement = [device_of(layer) for layer in range(graph.layers)]
     names = [device_name(number) for number in range(graph.cluster.devices)]
-    placed = [_on(task, names[placement[task.layer]]) for task in graph.tasks]
+    placed = [replace(task, resource=names[placement[task.layer]]) for task in graph.tasks]
+    # A buffer's last user is a task of the layer that the buffer belongs to.
     owner = [placement[graph.tasks[buffer.users[-1]].layer] for buffer in graph.buffers]
     if graph.cluster.link.free:
         buffers = tuple([Buffer(b.size, names[o], b.users) for b, o in zip(graph.buffers, owner, strict=True)])
@@ -41,7 +46,13 @@ def place(graph: TaskGraph, device_of: Callable[[int], int]) -> TaskGraph:
 
 
 class _Transfers:
-    """Copies a placed graph task by task, with a transfer wherever a result crosses devices."""
+    """Copies a placed graph task by task, with a transfer wherever a result crosses devices.
+
+    Attributes:
+        moved: Index in the copy of each task of the original.
+        sent: Transfer of a task's result to a device, by (task, device).
+        received: Bytes that the task being added is the first on its device to need.
+    """
 
     def __init__(self, graph: TaskGraph, placement: list[int]) -> None:
         self.graph = graph
@@ -53,7 +64,7 @@ class _Transfers:
         self.received = 0
 
     def add(self, task: Task, needs: tuple[int, ...]) -> None:
-        """Adds a task after the transfers it needs."""
+        """Add a task after the transfers it needs."""
         self.received = 0
         delivered = tuple(self._delivered(need, self.placement[task.layer]) for need in needs)
         self.moved.append(len(self.tasks))
@@ -61,7 +72,7 @@ class _Transfers:
         self.needs.append(delivered)
 
     def _delivered(self, producer: int, target: int) -> int:
-        """The task after which the target device has what the producer made: itself, or a transfer."""
+        """Return the task after which the target device has the producer's result: the producer, or a transfer."""
         made = self.graph.tasks[producer]
         source = self.placement[made.layer]
         if source == target:
@@ -81,32 +92,32 @@ class _Transfers:
         return self.sent[key]
 
     def _burdened(self, task: Task, size: int) -> Task:
-        """A task that takes longer because its device sends or receives so many bytes."""
+        """Return a task that takes longer because its device sends or receives so many bytes."""
         burden = self.graph.cluster.link.device_seconds * size
         return replace(task, seconds=task.seconds + burden) if burden else task
 
     def moved_buffer(self, buffer: Buffer, device: str, owner: int) -> Buffer:
-        """A buffer of the owner; what another device makes of it arrives with the transfer."""
+        """Return a buffer of the owner; results of other devices reach it with their transfers."""
         users = tuple([self.sent.get((user, owner), self.moved[user]) for user in buffer.users])
         return Buffer(buffer.size, device, users)
 
 
-def _on(task: Task, resource: str) -> Task:
-    return Task(task.kind, task.layer, task.seconds, resource, task.microbatch, task.step,
-                task.layers, task.demand, task.payload, task.note)  # fmt: skip
-
-
 def contiguous(layers: int, devices: int) -> Callable[[int], int]:
-    """Placement of equal runs of layers; the first devices take one more where it does not divide."""
+    """Return a placement of equal runs of layers; the first devices take one more each where there is a remainder."""
     small, extra = divmod(layers, devices)
     return lambda layer: layer // (small + 1) if layer < extra * (small + 1) else (layer - extra) // small
 
 
 def bucket(graph: TaskGraph, order: Sequence[int], bucket_bytes: int) -> TaskGraph:
-    """Puts the per-layer messages of each step together, following ``order`` of layers.
+    """Merge the per-layer messages of each step into buckets, following ``order`` of layers.
 
-    A message is closed once it holds ``bucket_bytes`` or more, or where the next layer of the
-    order does not border on it; 0 keeps one message per layer.
+    A message is closed once it holds ``bucket_bytes`` or more, or where the next layer of the order does not border on
+    it (a task covers consecutive layers only).
+
+    Args:
+        graph: A graph with one message per layer.
+        order: All layers, in the order in which their gradients are done.
+        bucket_bytes: Size that closes a message; 0 keeps one message per layer.
     """
     if bucket_bytes < 0:
         raise ArgumentError("bucket_bytes", bucket_bytes, "give 0 (one message per layer) or more")
@@ -126,19 +137,19 @@ def bucket(graph: TaskGraph, order: Sequence[int], bucket_bytes: int) -> TaskGra
             needs.append(tuple(dict.fromkeys(moved[need] for need in task_needs)))
             continue
         number = bucket_of[task.layer]
-        together = collected.setdefault((task.step, number), [])
-        together.append(i)
-        if len(together) == len(members[number]):
-            size = sum(graph.tasks[member].payload for member in together)
+        bucketed = collected.setdefault((task.step, number), [])
+        bucketed.append(i)
+        if len(bucketed) == len(members[number]):
+            size = sum(graph.tasks[member].payload for member in bucketed)
             seconds = cluster.link.all_reduce_seconds(size, cluster.devices)
             merged = replace(
-                task, layer=min(members[number]), layers=len(together), payload=size, seconds=seconds,
+                task, layer=min(members[number]), layers=len(bucketed), payload=size, seconds=seconds,
                 demand=cluster.link.all_reduce_demand(size, cluster.devices),
             )  # fmt: skip
-            for member in together:
+            for member in bucketed:
                 moved[member] = len(tasks)
             tasks.append(merged)
-            needs.append(tuple(sorted({moved[need] for member in together for need in graph.needs[member]})))
+            needs.append(tuple(sorted({moved[need] for member in bucketed for need in graph.needs[member]})))
     buffers = tuple(
         replace(buffer, users=tuple(dict.fromkeys(moved[user] for user in buffer.users))) for buffer in graph.buffers
     )
@@ -146,7 +157,7 @@ def bucket(graph: TaskGraph, order: Sequence[int], bucket_bytes: int) -> TaskGra
 
 
 def _bucket_layers(graph: TaskGraph, order: Sequence[int], bucket_bytes: int) -> dict[int, int]:
-    """Number of the bucket that each layer falls into."""
+    """Return the number of each layer's bucket."""
     bucket_of: dict[int, int] = {}
     number, size, last = 0, 0, order[0]
     for layer in order:

@@ -9,9 +9,9 @@ from gradweave.schedule.tasks import Kind
 
 
 def backward_fusion(graph: TaskGraph) -> Schedule:
-    """Each layer's update right after its gradients, so that its gradient is freed at once.
+    """Update each layer right after its gradients, so that its weight gradient is freed at once.
 
-    The update follows X too: the input gradient is computed with the old weights.
+    The update follows X too, since the input gradient is computed with the old weights.
     """
     index = graph.index
     order: list[int] = []

@@ -11,10 +11,14 @@ from gradweave.schedule.tasks import Kind
 
 
 def cross_step(graph: TaskGraph, *, byte_budget: int | None = None) -> Schedule:
-    """As joint, and weight gradients may wait for the next forward, up to the use of their weight.
+    """Like joint, but weight gradients may wait for the next forward, up to the use of their weight.
 
-    Updates are forward-fusion's: on the second stream, before the next use of each layer, and of a
-    layer whose weight gradient was put off, right after it.
+    Updates run as in forward-fusion, on the second stream before the next use of each layer; that of a layer whose
+    weight gradient was put off follows the gradient.
+
+    Args:
+        graph: A graph of one device.
+        byte_budget: Most bytes the device may hold (default: no bound).
     """
 
     def schedule(hold_limit: float) -> Schedule:
@@ -41,19 +45,19 @@ def _schedule(graph: TaskGraph, crossing: Placement, staying: Placement) -> Sche
 def _lay_out_updates(
     graph: TaskGraph, placement: Placement, step: int, main: list[int], side: list[int], waits: list[tuple[int, int]]
 ) -> None:
-    """Appends the next forward to ``main``; its updates and what was put off into it to ``side``.
+    """Append the next forward to ``main``; its updates, and the weight gradients put off into it, to ``side``.
 
     A region's updates come one region ahead, so that they run beside the region before it.
     """
     index = graph.index
     regions = [region for region in placement.regions if region.is_forward]
     put_off = {layer for region in regions for layer in region.beside}
-    handed_over = main[-1]
+    end_of_backward = main[-1]
 
     def update(layers: list[int]) -> None:
         for task in graph.find(Kind.U, [layer for layer in layers if layer not in put_off], step):
             side.append(task)
-            waits.append((task, handed_over))
+            waits.append((task, end_of_backward))
 
     if not regions:
         update(list(range(graph.layers)))

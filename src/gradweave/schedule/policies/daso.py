@@ -1,8 +1,9 @@
-"""DASO (Coquelin et al. 2021): averaging inside nodes in every step, between nodes now and then."""
+"""DASO (Coquelin et al. 2021): averaging inside nodes in every step, between nodes every few steps."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from gradweave.errors import ArgumentError
 from gradweave.schedule.builders import DEVICE
@@ -12,26 +13,25 @@ from gradweave.schedule.policies.one_device import MAIN, backward, forward, stre
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Buffer, Kind, Task
 
+Payload = Literal["float32", "bfloat16", "float16"]
+
 LOCAL_LINK = "local link"
 GLOBAL_LINK = "global link"
+_BYTES: dict[Payload, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1, payload: Payload = "float32") -> Schedule:
+    """Average gradients inside nodes, and weights between nodes every few steps, merged ``wait`` later.
 
-
-def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1, payload: str = "float32") -> Schedule:
-    """Gradients averaged inside the node; weights between nodes every few steps, merged ``wait`` later.
-
-    One device of each node exchanges the weights, in the background; the merge itself is one
-    pass over them and counts as free. What is due after the last step shown is not merged. With a
-    single node there is nothing to exchange.
+    One device of each node exchanges the weights, in the background; the merge itself is one pass over them and counts
+    as free. Exchanges due after the last step shown are not merged. A single node has nothing to exchange.
 
     Args:
         graph: A graph of nodes of devices.
         every: Steps from one exchange to the next.
-        wait: Steps an exchange may take before a step waits for it; at most ``every``, since one is under way at
-            a time.
-        payload: What weights travel as.
+        wait: Steps that an exchange may take before a step waits for it; at most ``every``, since one is under way at a
+            time.
+        payload: Type of the weights on their way.
     """
     if payload not in _BYTES:
         raise ArgumentError("payload", payload, f"use one of {', '.join(_BYTES)}")
@@ -53,7 +53,7 @@ def daso(graph: TaskGraph, *, every: int = 4, wait: int = 1, payload: str = "flo
 
 
 def _exchange(graph: TaskGraph, every: int, wait: int, width: int) -> tuple[TaskGraph, dict[int, list[int]]]:
-    """The graph with local collectives, exchanges and merges; and the merges at the end of each step."""
+    """Return the graph with local collectives, exchanges and merges, and the merges at the end of each step."""
     cluster, size = graph.cluster, graph.costs.parameter_bytes * width // 4
     seconds = cluster.link.all_reduce_seconds(size, cluster.nodes)
     tasks: list[Task] = []

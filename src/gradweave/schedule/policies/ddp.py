@@ -1,4 +1,4 @@
-"""Plain data parallel, as DistributedDataParallel does it."""
+"""Plain data parallel, as in DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ DEFAULT_BUCKET_BYTES = 25 * 2**20
 
 
 def ddp(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedule:
-    """Buckets of gradients averaged while backward goes on; all updates before the next forward."""
+    """Average buckets of gradients during backward; all updates come before the next forward.
+
+    Args:
+        graph: A graph of replicas.
+        bucket_bytes: Bytes at which a bucket is closed; 0 for one message per layer.
+    """
     graph = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
     order: list[int] = []
     for step in range(graph.steps):

@@ -15,7 +15,12 @@ _RANK = {Kind.U: 0, Kind.X: 1, Kind.F: 2, Kind.W: 3, Kind.C: 4}
 
 
 def fast_forward(graph: TaskGraph, *, max_in_flight: int | None = None) -> Schedule:
-    """Input gradients first, then forwards; weight gradients fill what would be idle."""
+    """Run input gradients first, then forwards; weight gradients fill the time left idle.
+
+    Args:
+        graph: An unplaced pipeline graph.
+        max_in_flight: Most micro-batches that have entered and still lack a weight gradient (default: no bound).
+    """
     placement = contiguous(graph.layers, graph.cluster.devices)
     return input_gradients_first(graph, placement, max_in_flight, "fast_forward")
 
@@ -23,7 +28,7 @@ def fast_forward(graph: TaskGraph, *, max_in_flight: int | None = None) -> Sched
 def input_gradients_first(
     graph: TaskGraph, placement: Callable[[int], int], max_in_flight: int | None, policy: str
 ) -> Schedule:
-    """The rule of fast-forwarding, for any placement of layers."""
+    """Return the fast-forwarding schedule for any placement of layers."""
     check_in_flight(max_in_flight)
     graph = place(graph, placement)
     urgency = [(task.step, _RANK[task.kind], task.microbatch, task.layer) for task in graph.tasks]
@@ -31,7 +36,7 @@ def input_gradients_first(
 
 
 def _admission(graph: TaskGraph, max_in_flight: int | None) -> tuple[tuple[int, int], ...]:
-    """A micro-batch enters once the one ``max_in_flight`` before it has all its weight gradients."""
+    """Return waits that let a micro-batch enter once the one ``max_in_flight`` before it has all weight gradients."""
     if max_in_flight is None:
         return ()
     index = graph.index

@@ -8,17 +8,17 @@ from gradweave.schedule.schedule import Schedule
 
 
 def forward_fusion(graph: TaskGraph) -> Schedule:
-    """Each layer's update before its next forward, on a second stream beside that forward.
+    """Update each layer before its next forward, on a second stream beside that forward.
 
-    Updates wait for the end of backward, when a global norm is known.
+    Updates wait for the end of backward, when a global norm of gradients is known.
     """
     main: list[int] = []
     side: list[int] = []
     waits: list[tuple[int, int]] = []
     for step in range(graph.steps):
         main += forward(graph, step) + backward(graph, step)
-        handed_over = updates(graph, step)
-        waits.append((handed_over[0], main[-1]))
-        side += handed_over
+        updates_of_step = updates(graph, step)
+        waits.append((updates_of_step[0], main[-1]))
+        side += updates_of_step
     main += forward(graph, graph.steps)
     return Schedule(graph, (stream(MAIN, main), stream(SIDE, side)), tuple(waits), "forward_fusion")

@@ -10,7 +10,12 @@ from gradweave.schedule.schedule import Schedule
 
 
 def gpipe(graph: TaskGraph, *, max_in_flight: int | None = None) -> Schedule:
-    """All forwards, then all backwards; with a cap, in rounds of that many micro-batches."""
+    """Run all forwards, then all backwards; with a cap, in rounds of that many micro-batches.
+
+    Args:
+        graph: An unplaced pipeline graph.
+        max_in_flight: Micro-batches per round (default: all of them in one).
+    """
     check_in_flight(max_in_flight)
 
     def program(_: int, microbatches: range) -> Iterator[Action]:

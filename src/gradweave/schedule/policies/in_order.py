@@ -1,4 +1,4 @@
-"""Stock order: what a framework does today."""
+"""Stock order, as in frameworks today."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gradweave.schedule.schedule import Schedule
 
 
 def in_order(graph: TaskGraph) -> Schedule:
-    """Forward, backward, update, one after the other on one stream."""
+    """Run forward, backward and update one after the other on one stream."""
     order: list[int] = []
     for step in range(graph.steps):
         order += forward(graph, step) + backward(graph, step) + updates(graph, step)

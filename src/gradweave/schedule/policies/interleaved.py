@@ -11,7 +11,13 @@ from gradweave.schedule.schedule import Schedule
 
 
 def interleaved(graph: TaskGraph, *, chunks: int = 2, max_in_flight: int | None = None) -> Schedule:
-    """1F1B over ``chunks`` runs of layers per stage, in groups of as many micro-batches as stages."""
+    """Run 1F1B over ``chunks`` runs of layers per stage, in groups of as many micro-batches as stages.
+
+    Args:
+        graph: An unplaced pipeline graph.
+        chunks: Runs of layers per stage.
+        max_in_flight: Micro-batches per round, a multiple of the stages (default: all of them in one).
+    """
     check_in_flight(max_in_flight)
     stages = graph.cluster.devices
     if chunks < 1:
@@ -25,6 +31,7 @@ def interleaved(graph: TaskGraph, *, chunks: int = 2, max_in_flight: int | None 
         ahead = min(total, 2 * (stages - stage - 1) + (chunks - 1) * stages)
 
         def turn(number: int) -> tuple[int, int]:
+            """Return the chunk and the micro-batch of a stage's n-th forward."""
             group, within = divmod(number, stages * chunks)
             chunk, offset = divmod(within, stages)
             return chunk, microbatches[group * stages + offset]

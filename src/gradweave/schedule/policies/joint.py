@@ -10,9 +10,13 @@ from gradweave.schedule.tasks import Kind
 
 
 def joint(graph: TaskGraph, *, byte_budget: int | None = None) -> Schedule:
-    """Weight gradients on a second stream, beside the regions of backward where that saves most.
+    """Run weight gradients on a second stream, beside the regions of backward where that saves most.
 
-    One that saves nothing anywhere stays on the main stream.
+    Those that save nothing anywhere stay on the main stream.
+
+    Args:
+        graph: A graph of one device.
+        byte_budget: Most bytes the device may hold (default: no bound).
     """
 
     def schedule(hold_limit: float) -> Schedule:
@@ -37,9 +41,10 @@ def _schedule(graph: TaskGraph, placement: Placement, policy: str) -> Schedule:
 def lay_out_backward(
     graph: TaskGraph, placement: Placement, step: int, main: list[int], side: list[int], waits: list[tuple[int, int]]
 ) -> None:
-    """Appends a step's X and inline W to ``main``, the other W to ``side``, region by region.
+    """Append a step's X and inline W to ``main``, the other W to ``side``, region by region.
 
-    A weight gradient put off to a later region waits there for the region to begin.
+    A weight gradient put off to a later region waits there for the region to begin: without the wait it would run as
+    soon as its inputs are there, beside a region where it saves less.
     """
     index = graph.index
     for region in placement.regions:

@@ -9,7 +9,13 @@ from gradweave.schedule.schedule import Schedule
 
 
 def modulo(graph: TaskGraph, *, group: int = 1, max_in_flight: int | None = None) -> Schedule:
-    """As fast_forward, with the layers dealt out round-robin in groups of ``group``."""
+    """Like fast_forward, with layers dealt out round-robin in groups of ``group``.
+
+    Args:
+        graph: An unplaced pipeline graph.
+        group: Neighbouring layers that stay together.
+        max_in_flight: As for fast_forward.
+    """
     if group < 1:
         raise ArgumentError("group", group, "give at least 1 layer")
     stages = graph.cluster.devices

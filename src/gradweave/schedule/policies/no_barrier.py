@@ -12,13 +12,18 @@ from gradweave.schedule.transforms import bucket
 
 
 def no_barrier(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedule:
-    """As ddp, but each layer's update comes just before its next forward."""
+    """Like ddp, but each layer's update comes just before its next forward.
+
+    Args:
+        graph: A graph of replicas.
+        bucket_bytes: As for ddp.
+    """
     graph = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
     return Schedule(graph, (unbarriered_stream(graph), *link_lanes(graph)), policy="no_barrier")
 
 
 def unbarriered_stream(graph: TaskGraph) -> Lane:
-    """Backward in stock order, and updates that wait only for their own layer's gradient."""
+    """Return a stream with backward in stock order and updates that wait for their own layer's gradient only."""
     order = forward(graph, 0)
     for step in range(graph.steps):
         order += backward(graph, step) + updates_before_use(graph, step)

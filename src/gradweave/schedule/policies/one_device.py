@@ -1,4 +1,4 @@
-"""What the policies for one device, and for replicas of it, share: runs of tasks in stock order."""
+"""Runs of tasks in stock order, shared by the policies for one device and for replicas of it."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ SIDE = f"{DEVICE} side"
 
 
 def forward(graph: TaskGraph, step: int) -> list[int]:
-    """F of every layer, first layer first; nothing after the last step."""
+    """Return F of every layer, first layer first; nothing after the last step."""
     return graph.find(Kind.F, range(graph.layers), step) if step < graph.forwards else []
 
 
 def backward(graph: TaskGraph, step: int) -> list[int]:
-    """W and X of every layer, last layer first.
+    """Return W and X of every layer, last layer first.
 
-    A framework passes a layer's input gradient on once the whole layer is done, so X is last.
+    Frameworks pass a layer's input gradient on once the whole layer is done, so X comes last.
     """
     index = graph.index
     return [index[kind, layer, 0, step] for layer in reversed(range(graph.layers)) for kind in (Kind.W, Kind.X)]
 
 
 def input_gradients(graph: TaskGraph, step: int) -> list[int]:
-    """X of every layer, last layer first."""
+    """Return X of every layer, last layer first."""
     return graph.find(Kind.X, reversed(range(graph.layers)), step)
 
 
 def weight_gradients(graph: TaskGraph, step: int) -> list[int]:
-    """W of every layer, last layer first."""
+    """Return W of every layer, last layer first."""
     return graph.find(Kind.W, reversed(range(graph.layers)), step)
 
 
 def updates(graph: TaskGraph, step: int) -> list[int]:
-    """U of every layer, first layer first."""
+    """Return U of every layer, first layer first."""
     return graph.find(Kind.U, range(graph.layers), step)
 
 
 def updates_before_use(graph: TaskGraph, step: int) -> list[int]:
-    """U of every layer, each just before the layer's F of the next step."""
+    """Return U of every layer, each just before the layer's F of the next step."""
     order = updates(graph, step)
     uses = forward(graph, step + 1)
     return [task for pair in zip(order, uses, strict=True) for task in pair] if uses else order
 
 
 def stream(name: str, tasks: Iterable[int]) -> Lane:
-    """A stream of the one device."""
+    """Return a stream of the one device."""
     return Lane(name, DEVICE, tuple(tasks))

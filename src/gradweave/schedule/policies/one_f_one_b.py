@@ -10,7 +10,12 @@ from gradweave.schedule.schedule import Schedule
 
 
 def one_f_one_b(graph: TaskGraph, *, max_in_flight: int | None = None) -> Schedule:
-    """One forward, one backward in turn, after as many forwards as there are stages to come."""
+    """Alternate one forward and one backward, after as many forwards as there are stages to come.
+
+    Args:
+        graph: An unplaced pipeline graph.
+        max_in_flight: Most micro-batches of which a stage has run the forward but not the backward.
+    """
     check_in_flight(max_in_flight)
     stages = graph.cluster.devices
 

@@ -1,4 +1,4 @@
-"""Data parallel over an ideal link that serves the first layers first."""
+"""Data parallel over an ideal link that sends the first layers first."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from gradweave.schedule.transforms import bucket
 
 
 def priority(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedule:
-    """As no_barrier, on a link that interrupts a message for one of an earlier layer.
+    """Like no_barrier, on a link that interrupts a message for one of an earlier layer.
 
-    Collectives cannot be interrupted today; this shows what a link that could would give.
+    Collectives cannot be interrupted today; this is the bound that such a link would reach.
+
+    Args:
+        graph: A graph of replicas.
+        bucket_bytes: As for ddp.
     """
     graph = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
     tasks = graph.tasks

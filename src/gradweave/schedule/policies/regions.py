@@ -1,9 +1,8 @@
 """Placing weight gradients beside regions of the main stream, by gain, under a bound on held bytes.
 
-After Oh et al. 2022: the pairs of a weight gradient and a region beside which it may run are taken
-in the order of the time they save, while the region has time left and the bytes held meanwhile
-stay within the bound. What is left runs beside the last region of backward and what follows it,
-or at its natural place.
+After Oh et al. 2022: pairs of a weight gradient and a region beside which it may run are taken in the order of the time
+they save, while the region has time left and the bytes held meanwhile stay within the bound. The other weight gradients
+run beside the last region of backward and its successors, or at their natural places.
 """
 
 from __future__ import annotations
@@ -20,22 +19,30 @@ from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Demand
 
 _HALVINGS = 8
-_WORTH_IT = 0.01
+_LEAST_SAVING = 0.01
 """Least share of a weight gradient's time that running it beside a region must save."""
-_WORTH_HOLDING = 0.01
-"""Least share of a step that must be won before more bytes are held for it."""
+_LEAST_GAIN_OF_HOLDING = 0.01
+"""Least share of a step that must be gained before more bytes are held for it."""
 
 
 @dataclass
 class Region:
-    """A block of layers in one direction, and the weight gradients to run beside it."""
+    """A block of layers in one direction, and the weight gradients to run beside it.
+
+    Attributes:
+        layers: Layers of the block.
+        seconds: Time that the main stream spends on it.
+        demand: Mean shares of the device meanwhile.
+        is_forward: Whether it is a part of the next forward; else of backward.
+        taken: Seconds of updates that the second stream must do meanwhile.
+        beside: Layers whose weight gradients run beside it.
+    """
 
     layers: list[int]
     seconds: float
     demand: Demand
     is_forward: bool
     taken: float
-    """Seconds of updates that the second stream must do meanwhile."""
     beside: list[int] = field(default_factory=list)
 
 
@@ -48,7 +55,7 @@ class Placement:
 
 
 def make_regions(graph: TaskGraph, *, with_next_forward: bool) -> list[Region]:
-    """One region per block of backward and, if asked, per block of the next forward."""
+    """Return one region per block of backward and, if asked for, per block of the next forward."""
     layers = graph.costs.layers
     blocks = [list(run) for _, run in groupby(range(len(layers)), key=lambda i: layers[i].block or f"layer {i}")]
     regions = [_region(graph, block, is_forward=False) for block in reversed(blocks)]
@@ -69,12 +76,12 @@ def _region(graph: TaskGraph, block: list[int], *, is_forward: bool) -> Region:
 
 
 def saved_share(one: Demand, other: Demand) -> float:
-    """Share of its own duration that a task saves by running beside another."""
+    """Return the share of its own duration that a task saves by running beside another."""
     return 2.0 - max(1.0, one.compute + other.compute, one.memory + other.memory)
 
 
 def place_weight_gradients(graph: TaskGraph, regions: list[Region], hold_limit: float) -> Placement:
-    """Fills the regions' ``beside`` lists.
+    """Fill the regions' ``beside`` lists; return them with the layers that stay on the main stream.
 
     Args:
         graph: A graph of one device.
@@ -87,7 +94,7 @@ def place_weight_gradients(graph: TaskGraph, regions: list[Region], hold_limit: 
     for layer, (natural, deadline) in enumerate(bounds):
         for number in range(natural, deadline + 1):
             share = saved_share(costs[layer].weight_grad_demand, regions[number].demand)
-            if share > _WORTH_IT:
+            if share > _LEAST_SAVING:
                 pairs.append((-share * costs[layer].weight_grad, number - natural, layer))
     free = [region.seconds - region.taken for region in regions]
     used = [False] * len(regions)
@@ -118,7 +125,7 @@ def place_weight_gradients(graph: TaskGraph, regions: list[Region], hold_limit: 
 
 
 def _bounds(graph: TaskGraph, regions: list[Region]) -> list[tuple[int, int]]:
-    """First and last region beside which each layer's weight gradient may run."""
+    """Return the first and the last region beside which each layer's weight gradient may run."""
     natural = [0] * graph.layers
     deadline = [max(i for i, region in enumerate(regions) if not region.is_forward)] * graph.layers
     for number, region in enumerate(regions):
@@ -131,9 +138,14 @@ def _bounds(graph: TaskGraph, regions: list[Region]) -> list[tuple[int, int]]:
 
 
 def fastest_within_budget(graph: TaskGraph, schedule: Callable[[float], Schedule], byte_budget: int | None) -> Schedule:
-    """Tries stock order, and bounds on held bytes from nothing to everything; keeps the fastest that fits.
+    """Return the fastest of stock order and of schedules under bounds on held bytes from nothing to everything.
 
-    Of those that are about as fast it is the one that holds least: bytes are certain, and seconds a prediction.
+    Of those that are about as fast, the one that holds least is taken: bytes are certain, seconds are a prediction.
+
+    Args:
+        graph: A graph of one device.
+        schedule: Makes a schedule under a bound on held bytes.
+        byte_budget: Most bytes that the device may hold (default: no bound).
     """
     most_held = sum(cost.input_bytes + cost.output_bytes for cost in graph.costs.layers)
     limits = [0.0, *(most_held / 2**halving for halving in reversed(range(_HALVINGS)))]
@@ -145,6 +157,6 @@ def fastest_within_budget(graph: TaskGraph, schedule: Callable[[float], Schedule
     fitting = [entry for entry in tried if byte_budget is None or entry[1].peak_bytes <= byte_budget]
     if not fitting:
         raise ArgumentError("byte_budget", byte_budget, f"give at least {least}: {tried[0][0].policy} holds no less")
-    soon_enough = (1 + _WORTH_HOLDING) * min(timeline.step_time for _, timeline in fitting)
+    soon_enough = (1 + _LEAST_GAIN_OF_HOLDING) * min(timeline.step_time for _, timeline in fitting)
     fast = [entry for entry in fitting if entry[1].step_time <= soon_enough]
     return min(fast, key=lambda entry: (entry[1].peak_bytes, entry[1].step_time))[0]

@@ -1,4 +1,4 @@
-"""Reverse first-k (Oh et al. 2022): the gradients the next forward needs first, sent first."""
+"""Reverse first-k (Oh et al. 2022): gradients that the next forward needs first are sent first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind
 from gradweave.schedule.transforms import bucket
 
-_COARSE = 12
-_INDIFFERENT = 1e-3
-"""Relative gain in step time below which holding gradients back is not worth it."""
+_COARSE_STEPS = 12
+"""Number of values of k that the first round of the search tries."""
+_LEAST_GAIN = 1e-3
+"""Least relative gain in step time for which more gradients are held back."""
 
 
 def reverse_first_k(
@@ -25,10 +26,15 @@ def reverse_first_k(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     byte_budget: int | None = None,
 ) -> Schedule:
-    """Weight gradients of the first k layers held back to the end of backward, then done in forward order.
+    """Hold back weight gradients of the first k layers to the end of backward, then run them in forward order.
 
-    There is no barrier between steps. Without ``k``, the fastest one within ``byte_budget`` is
-    searched by simulation, coarsely and then around the best.
+    There is no barrier between steps.
+
+    Args:
+        graph: A graph of replicas.
+        k: Number of layers (default: the fastest, searched by simulation, coarsely and then around the best).
+        bucket_bytes: As for ddp.
+        byte_budget: Most bytes that a device may hold (default: no bound).
     """
     if k is not None:
         if not 0 <= k <= graph.layers:
@@ -55,11 +61,11 @@ def _schedule(graph: TaskGraph, k: int, bucket_bytes: int) -> Schedule:
 
 
 def _fastest(schedule: Callable[[int], Schedule], layers: int, byte_budget: int | None) -> Schedule:
-    """The fastest schedule; of those as good as equal, the one that holds back least."""
+    """Return the fastest schedule; of those about as fast, the one that holds back least."""
     found: dict[int, tuple[float, Schedule]] = {}
     least_peak: int | None = None
 
-    def tries(candidates: range) -> None:
+    def try_all(candidates: range) -> None:
         nonlocal least_peak
         for k in candidates:
             if k in found:
@@ -70,13 +76,13 @@ def _fastest(schedule: Callable[[int], Schedule], layers: int, byte_budget: int 
             if byte_budget is None or timeline.peak_bytes <= byte_budget:
                 found[k] = (timeline.step_time, candidate)
 
-    stride = max(1, layers // _COARSE)
-    tries(range(0, layers + 1, stride))
+    stride = max(1, layers // _COARSE_STEPS)
+    try_all(range(0, layers + 1, stride))
     while stride > 1 and found:
         best = min(found, key=lambda k: (found[k][0], k))
         reach, stride = stride, max(1, stride // 3)
-        tries(range(max(0, best - reach), min(layers, best + reach) + 1, stride))
+        try_all(range(max(0, best - reach), min(layers, best + reach) + 1, stride))
     if not found:
         raise ArgumentError("byte_budget", byte_budget, f"give at least {least_peak} bytes: no k holds less")
-    good_enough = min(seconds for seconds, _ in found.values()) * (1 + _INDIFFERENT)
+    good_enough = min(seconds for seconds, _ in found.values()) * (1 + _LEAST_GAIN)
     return found[min(k for k, (seconds, _) in found.items() if seconds <= good_enough)][1]

@@ -10,10 +10,13 @@ from gradweave.schedule.tasks import Kind
 
 
 def side_region(graph: TaskGraph, *, first: int | None = None) -> Schedule:
-    """Weight gradients and updates from one layer upwards beside the backward of the layers below it.
+    """Run weight gradients and updates from one layer upwards beside the backward of the layers below it.
 
-    What is compiled is compiled in pieces: this takes three, where :func:`joint` takes one for each weight
-    gradient. Without ``first``, the fastest is searched by simulation.
+    A compiled step is compiled in pieces: this takes three, where :func:`joint` takes one for each weight gradient.
+
+    Args:
+        graph: A graph of one device.
+        first: The lowest layer whose weight gradient moves (default: the fastest, searched by simulation).
     """
     if first is not None:
         if not 0 <= first <= graph.layers:

@@ -1,4 +1,4 @@
-"""Weight gradients on a second stream, nothing else moved."""
+"""Weight gradients on a second stream, all else in stock order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradweave.schedule.schedule import Schedule
 
 
 def side_stream(graph: TaskGraph) -> Schedule:
-    """Every weight gradient at its natural place, on a second stream."""
+    """Run every weight gradient on a second stream, as soon as its inputs are there."""
     main: list[int] = []
     side: list[int] = []
     for step in range(graph.steps):

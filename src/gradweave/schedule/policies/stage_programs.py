@@ -1,6 +1,6 @@
-"""What the pipeline policies with a fixed order share: a program per stage, spelled out as tasks.
+"""Stage programs, shared by the pipeline policies of fixed order, and their expansion into tasks.
 
-A program is a list of (what, chunk, micro-batch), what being F, X, W, or B for X and W together.
+A program is a list of actions (what, chunk, micro-batch), where what is F, X, W, or B for X and W together.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from gradweave.schedule.transforms import contiguous, device_name, place
 
 Action = tuple[str, int, int]
 Program = Callable[[int, range], Iterable[Action]]
-"""From a stage's number and the micro-batches of a round to what the stage does."""
+"""Maps a stage's number and the micro-batches of a round to the stage's actions."""
 
 
 def check_in_flight(max_in_flight: int | None) -> None:
-    """Rejects a cap that admits no micro-batch."""
+    """Raise ArgumentError for a cap that admits no micro-batch."""
     if max_in_flight is not None and max_in_flight < 1:
         raise ArgumentError("max_in_flight", max_in_flight, "give at least 1 micro-batch")
 
@@ -29,11 +29,11 @@ def check_in_flight(max_in_flight: int | None) -> None:
 def run_programs(
     graph: TaskGraph, program: Program, *, policy: str, chunks: int = 1, round_size: int | None = None
 ) -> Schedule:
-    """Gives each stage ``chunks`` runs of layers, dealt out in turn, and its program for each round.
+    """Return the schedule in which each stage holds ``chunks`` runs of layers, dealt out in turn, and runs its program.
 
     Args:
         graph: An unplaced pipeline graph.
-        program: What each stage does with the micro-batches of a round.
+        program: Gives each stage's actions for the micro-batches of a round.
         policy: Name for the schedule.
         chunks: Runs of layers per stage.
         round_size: Micro-batches per round; a round ends before the next begins.
@@ -57,18 +57,19 @@ def run_programs(
         for step in range(graph.steps):
             for microbatches in rounds:
                 for what, chunk, microbatch in program(stage, microbatches):
-                    order += _spell_out(graph, what, own[chunk], microbatch, step)
+                    order += _tasks_of(graph, what, own[chunk], microbatch, step)
             order += graph.find(Kind.U, [layer for chunk_layers in own for layer in chunk_layers], step)
         if graph.next_forward:
             for microbatches in rounds:
                 for what, chunk, microbatch in program(stage, microbatches):
                     if what == Kind.F:
-                        order += _spell_out(graph, what, own[chunk], microbatch, graph.steps)
+                        order += _tasks_of(graph, what, own[chunk], microbatch, graph.steps)
         lanes.append(Lane(device_name(stage), device_name(stage), tuple(order)))
     return Schedule(graph, (*lanes, *link_lanes(graph)), policy=policy)
 
 
-def _spell_out(graph: TaskGraph, what: str, layers: list[int], microbatch: int, step: int) -> Iterator[int]:
+def _tasks_of(graph: TaskGraph, what: str, layers: list[int], microbatch: int, step: int) -> Iterator[int]:
+    """Return the tasks of an action, layer by layer."""
     index = graph.index
     if what == Kind.F:
         return (index[Kind.F, layer, microbatch, step] for layer in layers)

@@ -10,9 +10,13 @@ from gradweave.schedule.schedule import Schedule
 
 
 def zb_h1(graph: TaskGraph, *, max_in_flight: int | None = None) -> Schedule:
-    """1F1B on input gradients; each stage holds back as many weight gradients as stages precede it.
+    """Run 1F1B on input gradients; each stage holds back as many weight gradients as stages precede it.
 
-    No stage holds more micro-batches than 1F1B's first one.
+    No stage holds more micro-batches than the first one of 1F1B.
+
+    Args:
+        graph: An unplaced pipeline graph.
+        max_in_flight: Most micro-batches that a stage holds (default: the number of stages).
     """
     check_in_flight(max_in_flight)
     stages = graph.cluster.devices
