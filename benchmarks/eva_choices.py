@@ -34,7 +34,7 @@ def changed(cls: Any, *, lr: float, manner: dict[str, Any] | None = None, **opti
 
     def make(model: nn.Module) -> Optimizer:
         optimizer: Any = cls(model, lr=lr, **options)
-        optimizer.manner = replace(optimizer.manner, **(manner or {}))
+        optimizer.update_rule = replace(optimizer.update_rule, **(manner or {}))
         return optimizer
 
     return make

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradweave.optim import Eva
-from gradweave.optim.rules import LAYER, LEADING, LEAST, ROW, Manner, direction, local_scale
+from gradweave.optim.rules import LAYER, LEADING, LEAST, ROW, UpdateRule, direction, local_scale
 
 SIZES = st.integers(1, 6)
 
@@ -28,7 +28,7 @@ def test_a_direction_is_what_the_explicit_projections_leave(seed, groups, rows, 
     G, g, a, u = draw(seed, (groups, rows, columns), (groups, rows), (groups, columns), (groups, rows))
     u = u / torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     square = G.square().sum() + g.square().sum()
-    found = direction(Manner(LEADING), damping, G, g, square, a, u, output_damping=other, pointwise=pointwise)
+    found = direction(UpdateRule(LEADING), damping, G, g, square, a, u, output_damping=other, pointwise=pointwise)
     P = full(found, G, g)
     for group in range(groups):
         whole = torch.cat([G[group], g[group, :, None]], 1)
@@ -49,7 +49,7 @@ def test_lengths_of_rows(seed, rows, columns):
     """Of one length, shorter where little is left of a row, and never more than a few times as long."""
     G, a, u = draw(seed, (1, rows, columns), (1, columns), (1, rows))
     u = u / torch.linalg.vector_norm(u)
-    found = direction(Manner(LEADING), 0.1, G, None, G.square().sum(), a, u, output_damping=0.1)
+    found = direction(UpdateRule(LEADING), 0.1, G, None, G.square().sum(), a, u, output_damping=0.1)
     size = torch.tensor(3.0, dtype=torch.float64)
     P = G - found.left @ found.right
     lengths = torch.linalg.vector_norm(local_scale(ROW, found, size) * P, dim=-1)
@@ -60,7 +60,7 @@ def test_rows_have_one_length_where_the_direction_is_exact():
     G, a = draw(3, (1, 30, 20), (1, 20))
     left, sizes, _ = torch.linalg.svd(G - (G @ a[..., None]) * a[:, None] / (1.1 * a.square().sum()))
     assert sizes[0, 0] > sizes[0, 1]
-    found = direction(Manner(LEADING), 0.1, G, None, G.square().sum(), a, left[:, :, 0], output_damping=0.1)
+    found = direction(UpdateRule(LEADING), 0.1, G, None, G.square().sum(), a, left[:, :, 0], output_damping=0.1)
     lengths = torch.linalg.vector_norm(
         local_scale(ROW, found, torch.tensor(30.0**0.5, dtype=torch.float64)) * (G - found.left @ found.right), dim=-1
     )
@@ -97,8 +97,8 @@ def test_the_leading_direction_is_found_in_front_of_a_norm_too(bias):
 
 def test_the_first_step_is_that_without_output_vectors():
     G, a = draw(0, (1, 5, 4), (1, 4))
-    found = direction(Manner(LEADING), 0.1, G, None, G.square().sum(), a, torch.zeros(1, 5, dtype=torch.float64))
-    alone = direction(Manner(LEADING), 0.1, G, None, G.square().sum(), a, None)
+    found = direction(UpdateRule(LEADING), 0.1, G, None, G.square().sum(), a, torch.zeros(1, 5, dtype=torch.float64))
+    alone = direction(UpdateRule(LEADING), 0.1, G, None, G.square().sum(), a, None)
     torch.testing.assert_close(found.left @ found.right, alone.left @ alone.right)
     torch.testing.assert_close(found.row_squares, alone.row_squares)
     assert alone.next_outputs is None
@@ -109,7 +109,7 @@ def test_the_first_step_is_that_without_output_vectors():
 def test_a_gradient_of_zeros_leaves_the_vector(u):
     u = torch.tensor([u])
     zero = torch.zeros(1, 2, 3)
-    found = direction(Manner(LEADING), 0.1, zero, None, zero.sum(), torch.ones(1, 3), u)
+    found = direction(UpdateRule(LEADING), 0.1, zero, None, zero.sum(), torch.ones(1, 3), u)
     assert torch.equal(found.next_outputs, u)
 
 
@@ -117,7 +117,7 @@ def test_a_gradient_of_zeros_leaves_the_vector(u):
 def test_small_and_large_gradients_have_the_same_leading_direction(factor):
     G, a, u = (x.float() for x in draw(1, (1, 6, 5), (1, 5), (1, 6)))
     u = u / torch.linalg.vector_norm(u)
-    found, other = (direction(Manner(LEADING), 0.1, x, None, x.square().sum(), a, u) for x in (G, G * factor))
+    found, other = (direction(UpdateRule(LEADING), 0.1, x, None, x.square().sum(), a, u) for x in (G, G * factor))
     torch.testing.assert_close(other.next_outputs, found.next_outputs)
 
 

@@ -25,9 +25,9 @@ def multiplied(tensors: Tensors, factor: float | torch.Tensor) -> list[torch.Ten
     return list(torch._foreach_mul(list(tensors), factor))
 
 
-def add_all(tensors: Tensors, others: Tensors, alpha: float = 1.0) -> None:
+def add_all(tensors: Tensors, others: Tensors, alpha: float | torch.Tensor = 1.0) -> None:
     """Adds to each of many tensors another one times a number, in place."""
-    torch._foreach_add_(list(tensors), list(others), alpha=alpha)
+    torch._foreach_add_(list(tensors), list(others), alpha=alpha)  # type: ignore[arg-type]
 
 
 def norms(tensors: Tensors) -> list[torch.Tensor]:

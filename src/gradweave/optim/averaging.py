@@ -1,4 +1,4 @@
-"""Over which ranks an optimizer averages what gradients do not carry."""
+"""Averaging of statistics over data-parallel ranks: which ranks they are, and whether these train one model."""
 
 from __future__ import annotations
 
@@ -13,62 +13,59 @@ from torch.optim import Optimizer
 from gradweave._compat.distributed import active_ddp, joins_uneven_inputs
 from gradweave._runtime.claims import pipeline_part
 from gradweave._runtime.replicas import ReplicaError, Replicas, settings_of
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 
 DEFAULT = "default"
-"""The ranks that average gradients, as far as they are known: DistributedDataParallel's, or all there are."""
+"""The ranks that average gradients, as far as they are known: DistributedDataParallel's, or else all."""
 
 
 class Ranks:
-    """The ranks that train one model together, as an optimizer sees them; what they are is decided in each step.
+    """The ranks that train one model together, as known to its optimizer.
 
-    Not when the optimizer is made: frameworks wrap the model later, and a script may start the ranks later.
+    They are determined in each step, not in the constructor: frameworks wrap the model later, and a script may start
+    the ranks later.
 
     Args:
-        model: The optimizer's, which may be wrapped already.
+        model: The optimizer's model, which may be wrapped already.
         process_group: The user's choice: a group, None for no averaging, or :data:`DEFAULT`.
 
     Attributes:
-        wrapper: The DistributedDataParallel that has the model, as far as it was seen.
+        wrapper: The DistributedDataParallel that contains the model, as far as one was seen.
     """
 
-    def __init__(self, model: nn.Module, process_group: Any) -> None:
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | str | None) -> None:
         if isinstance(process_group, str) and process_group != DEFAULT:
             raise ArgumentError("process_group", process_group, "give a process group, None, or leave it out")
         if process_group is not None and not isinstance(process_group, str):
             _check_member(process_group)
         self._given = process_group
-        self._is_part = pipeline_part(model) is not None
-        self._lent: Any = None
+        self._is_pipeline_part = pipeline_part(model) is not None
+        self._lent: dist.ProcessGroup | None = None
         self._lender: str | None = None
-        self.wrapper: Any = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
-        self._seen: dict[int, Any] = {}
+        self.wrapper = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
+        self._seen: dict[int, nn.parallel.DistributedDataParallel] = {}
         self._checked: set[int] = set()
 
     @property
-    def are_given(self) -> bool:
-        """Whether the user has said which ranks, or none."""
-        return not isinstance(self._given, str)
-
-    @property
     def lender(self) -> str | None:
-        """The technique that has said which ranks, and vouches that these have the same weights; None if none has."""
+        """The technique that lent its ranks, and ensures that these have the same weights; None if none did."""
         return self._lender
 
-    def lend(self, group: Any, *, lender: str) -> None:
-        """Has another technique say over which ranks gradients are averaged: no others may be averaged over.
+    def lend(self, group: dist.ProcessGroup | None, *, lender: str) -> None:
+        """Average over the ranks of another technique, which averages gradients over them.
 
         Args:
             group: Those ranks; None for none besides this one.
-            lender: Whose word it is, for messages.
+            lender: The technique, for messages.
 
         Raises:
-            ArgumentError: If the user has given other ranks, or the model is under a DistributedDataParallel of others.
+            ArgumentError: If the user has given other ranks.
+            UnsupportedError: If a technique has lent its ranks already.
         """
         wanted = _members(group)
         if self._lender is not None:
-            raise ArgumentError("optimizer", "Eva", f"averages over the ranks of {self._lender} already")
-        if self.are_given and _members(self._given) != wanted:
+            raise UnsupportedError("Eva", f"it averages over the ranks of {self._lender} already")
+        if not isinstance(self._given, str) and _members(self._given) != wanted:
             raise ArgumentError(
                 "process_group",
                 _members(self._given),
@@ -77,42 +74,44 @@ class Ranks:
         self._lent, self._lender = group, lender
 
     def take_back(self) -> None:
-        """Ends what :meth:`lend` began."""
+        """Undo :meth:`lend`."""
         self._lent = self._lender = None
 
     def look(self) -> None:
-        """Takes note of the DistributedDataParallel that a forward is running in; called by layers' hooks."""
+        """Remember the DistributedDataParallel that a forward is running in; called by layers' hooks."""
         wrapper = active_ddp()
         if wrapper is not None:
             self._seen[id(wrapper.process_group)] = wrapper
 
-    def group(self) -> Any:
-        """The group to average over in this step; None for none."""
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the group to average over in this step; None for no averaging."""
         if self._lender is not None:
             return self._lent
-        if self.are_given:
+        if not isinstance(self._given, str):
             self._check_given()
             return self._given
-        if self._is_part or not (dist.is_available() and dist.is_initialized()):
+        if self._is_pipeline_part or not (dist.is_available() and dist.is_initialized()):
             return None  # other ranks of a pipeline have other layers
         self._find_wrapper()
         if self.wrapper is not None:
             if joins_uneven_inputs(self.wrapper):
                 raise GradweaveError(
-                    "averages vectors over ranks in each step, and under DistributedDataParallel.join() ranks end at "
-                    "different steps; give all ranks the same number of batches"
+                    "Eva averages vectors over ranks in each step, and under DistributedDataParallel.join() ranks end "
+                    "at different steps; give all ranks the same number of batches"
                 )
-            return self.wrapper.process_group
+            group: dist.ProcessGroup = self.wrapper.process_group
+            return group
         return dist.group.WORLD if dist.get_world_size() > 1 else None
 
     def _check_given(self) -> None:
-        """Raises where gradients are averaged over ranks that the user has left out: their weights would part."""
+        """Raise ArgumentError where gradients are averaged over ranks that the user left out: weights would diverge."""
+        given = None if isinstance(self._given, str) else self._given
         wrappers = [*self._seen.values(), *([] if self.wrapper is None else [self.wrapper])]
         for group in {id(wrapper.process_group): wrapper.process_group for wrapper in wrappers}.values():
-            if id(group) not in self._checked and {*_members(group)} - {*_members(self._given)}:
+            if id(group) not in self._checked and {*_members(group)} - {*_members(given)}:
                 raise ArgumentError(
                     "process_group",
-                    None if self._given is None else _members(self._given),
+                    None if given is None else _members(given),
                     f"DistributedDataParallel averages gradients over ranks {_members(group)}, whose weights would "
                     "differ with vectors of their own; leave it out, or wrap the model over the same ranks",
                 )
@@ -120,7 +119,7 @@ class Ranks:
         self._seen.clear()
 
     def _find_wrapper(self) -> None:
-        """Of what forwards since the last step have run in."""
+        """Keep the wrapper of the forwards since the last step; raise GradweaveError if there are several."""
         if len(self._seen) > 1:
             raise GradweaveError(
                 "parts of the model are under DistributedDataParallel of different ranks, and vectors are averaged "
@@ -131,33 +130,37 @@ class Ranks:
         self._seen.clear()
 
 
-class Alike:
-    """Sees to it, in the first steps and once in a while, that the ranks that are averaged over train one model.
+class ReplicaCheck:
+    """A check, in the first steps and from time to time, that the ranks that are averaged over train one model.
 
     Args:
-        of: Whose ranks, for messages.
-        model: Whose parameters have names.
+        of: The optimizer's class, for messages.
+        model: The model, for the names of parameters in messages.
     """
 
     def __init__(self, of: str, model: nn.Module) -> None:
         self._of = of
         self._names = {id(p): name for name, p in model.named_parameters()}
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._replicas: Replicas | None = None
         self._sizes: list[int] = []
         self._compared: list[tuple[str, torch.Tensor]] = []
         self._optimizer: Optimizer | None = None
 
     def check(
-        self, group: Any, params: Iterable[torch.Tensor], message: list[torch.Tensor], optimizer: Optimizer
+        self,
+        group: dist.ProcessGroup,
+        params: Iterable[torch.Tensor],
+        message: list[torch.Tensor],
+        optimizer: Optimizer,
     ) -> None:
-        """Raises on all ranks, before anything has changed, if they have other weights or other messages to average.
+        """Raise ReplicaError on all ranks, before anything has changed, if their weights or messages differ.
 
         Args:
             group: The ranks.
-            params: What is trained.
-            message: What is to be averaged: as long on all ranks, or they would mix it up.
-            optimizer: Whose settings may be the cause.
+            params: The parameters that are trained.
+            message: The tensors to be averaged: of the same sizes on all ranks, or one flat message would mix them up.
+            optimizer: The optimizer, whose settings may be the cause.
         """
         sizes = [tensor.numel() for tensor in message]
         if self._replicas is None or group is not self._group:
@@ -185,14 +188,30 @@ class Alike:
         return {} if self._optimizer is None else settings_of(self._optimizer)
 
 
-def _members(group: Any) -> list[int]:
-    """The ranks of a group; this one alone of none."""
+def average_records(records: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Average records over ranks, in place, in one flat message.
+
+    They are averaged and not summed: output vectors are then those of the averaged gradients, and input vectors, being
+    divided by the average number of places, are right for unequal batches too.
+    """
+    if not records or dist.get_world_size(group) == 1:
+        return
+    flat = torch.cat([record.flatten() for record in records])
+    dist.all_reduce(flat, group=group)
+    flat /= dist.get_world_size(group)
+    for record, part in zip(records, flat.split([record.numel() for record in records]), strict=True):
+        record.copy_(part.view(record.shape))
+
+
+def _members(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a group; only this one for None."""
     if not (dist.is_available() and dist.is_initialized()):
         return [0]
     return [dist.get_rank()] if group is None else sorted(dist.get_process_group_ranks(group))
 
 
 def _check_member(group: Any) -> None:
+    """Raise ArgumentError unless this rank is in a group."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ArgumentError("process_group", group, "call torch.distributed.init_process_group() first")
     if group == dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(group) < 0:

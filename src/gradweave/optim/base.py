@@ -1,4 +1,4 @@
-"""What Eva, Eva-f and Eva-s have in common as optimizers."""
+"""The base of Eva, Eva-f and Eva-s: parameter groups, and a step in two phases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 from weakref import finalize
 
 import torch
@@ -18,10 +18,9 @@ from gradweave._compat.foreach import asked_by_grad_scaler
 from gradweave._runtime.claims import PipelinePart, Technique, claim_model, claim_optimizer, is_claimed, pipeline_part
 from gradweave._runtime.requirements import refuse_sharded
 from gradweave._runtime.two_phase_step import Commit
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.optim import first_order
 from gradweave.optim.averaging import Ranks
-from gradweave.optim.deferred_step import Begun, Other, Plain
 from gradweave.optim.hyperparameters import check_hyperparameters
 from gradweave.optim.rules import (
     LAYER,
@@ -29,68 +28,84 @@ from gradweave.optim.rules import (
     ROW,
     SIZED_TRUSTS,
     Direction,
-    Manner,
     Number,
+    UpdateRule,
     common_scale,
     local_scale,
     sum_of,
 )
-from gradweave.optim.update import Target, column_of_bias, times, wide_dtype
+from gradweave.optim.state import (
+    ADAMW,
+    FIRST_ORDER_RULES,
+    PRECISE_KEYS,
+    VECTORS,
+    FirstOrderRule,
+    ParameterGroup,
+    ParameterInGroup,
+    ParameterState,
+    wide_dtype,
+)
+from gradweave.optim.update import FirstOrderTarget, PreparedStep, Target, bias_term, times
 
 ADAMW_RATIO = 0.05
-"""AdamW's learning rate to the family's, unless it has one of its own."""
+"""AdamW's learning rate as a share of the vectors', unless it is given one."""
 
-VECTORS = "vectors"
-"""The rule of groups whose parameters have vectors."""
-
-
-COPY = (
+NO_HOOKS = (
     "this optimizer has no hooks on a model: it is a copy, or was detached; make one for the model, and load the state "
     "dict of this one"
 )
-_PRECISE = ("record", "input_vector", "output_vector", "mode_vectors", "size", "exp_avg", "exp_avg_sq")
-"""State that is not of its parameter's precision."""
 
 
 @dataclass
 class Layer:
-    """A weight in a step, with the bias that is a column of it.
+    """A weight in a step, with its bias.
 
     Attributes:
         group: Its hyperparameters.
         weight: The weight.
-        grad: Its gradient as it is, which may be scaled.
+        grad: Its gradient, which may be scaled.
         state: Its state.
-        bias: The bias, if there is one with a gradient.
-        bias_grad: Its gradient.
-        bias_state: Its state.
+        bias: The bias, if the layer has one that belongs to its matrices and has a gradient.
+        bias_grad: The bias' gradient.
+        bias_state: The bias' state.
         columns_first: Whether the weight is stored transposed.
     """
 
-    group: dict[str, Any]
+    group: ParameterGroup
     weight: torch.Tensor
     grad: torch.Tensor
-    state: dict[str, Any]
+    state: ParameterState
     bias: torch.Tensor | None = None
     bias_grad: torch.Tensor | None = None
-    bias_state: dict[str, Any] | None = None
+    bias_state: ParameterState | None = None
     columns_first: bool = False
 
 
 class VectorOptimizer(Optimizer):
-    """Groups with the rule ``"vectors"``, and others that a first-order rule updates.
+    """An optimizer that preconditions layers by vectors, and updates other parameters by a first-order rule.
 
-    A group of the former holds weights, each followed by its bias if that is a column of it. All
-    decisions of a step are made on the device: nothing waits for it.
+    Groups with the rule ``"vectors"`` hold weights, each followed by its bias if that is a column of it; other groups
+    name their first-order rule. All decisions of a step are made on the device, and nothing waits for it.
+
+    Implements :class:`~gradweave._runtime.two_phase_step.TwoPhaseStep`: whether a step is taken depends on all
+    gradients, and fusion may defer the rest.
+
+    Args:
+        model: The model.
+        params: Parameters, or groups of them, as from :func:`parameters_of`.
+        defaults: As from :meth:`Hyperparameters.defaults`.
+        update_rule: The rule of groups with vectors.
     """
 
     ranks: Ranks | None = None
-    """Over which ranks what backward has caught is averaged; None where gradients hold all that a step needs."""
+    """The ranks over which statistics of backward are averaged; None where gradients are all that a step needs."""
 
-    def __init__(self, model: nn.Module, params: Iterable[Any], defaults: dict[str, Any], manner: Manner) -> None:
+    def __init__(
+        self, model: nn.Module, params: Iterable[Any], defaults: dict[str, Any], update_rule: UpdateRule
+    ) -> None:
         check_hyperparameters(defaults)
-        self.manner = manner
-        self._part = _pipeline_of(model, type(self).__name__, manner)
+        self.update_rule = update_rule
+        self._part = _pipeline_of(model, type(self).__name__, update_rule)
         self._name = ""
         super().__init__(params, defaults)
         if self._part is None:
@@ -102,54 +117,57 @@ class VectorOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a step takes off a loss scale by itself, as torch's GradScaler asks, with the scale to hand it over.
+        """Whether a step undoes a loss scale by itself, as torch's GradScaler asks, which then passes the scale on.
 
-        To others, Lightning for one, the answer would mean that gradients may neither be unscaled nor clipped before a
-        step, scaler or not; they may.
+        Only to GradScaler the answer is yes. Others that ask, such as Lightning, would conclude that gradients must not
+        be unscaled or clipped before a step, with a scaler or without one; they may be.
         """
         return asked_by_grad_scaler()
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters that have vectors, each weight followed by its bias."""
+        """Return those of some parameters that have vectors, each weight followed by its bias."""
         raise NotImplementedError
 
     def prepare_layer(self, layer: Layer) -> None:
-        """Makes the state that a weight lacks."""
+        """Create the state that a layer lacks."""
         raise NotImplementedError
 
     def find_direction(
         self, layer: Layer, gradient_square: torch.Tensor, factor: Number, keep: torch.Tensor
     ) -> Direction:
-        """Blends new vectors into the running ones, and gives the direction.
+        """Blend new vectors into the running ones, and return the direction.
 
         Args:
             layer: The layer.
-            gradient_square: Of its gradient with the bias', multiplied by the factor.
-            factor: What the gradient is to be multiplied by.
+            gradient_square: The square of its gradient with the bias', after multiplication by the factor.
+            factor: Factor of the gradient: the inverse loss scale, negative for maximizing.
             keep: Whether the step is taken.
         """
         raise NotImplementedError
 
     def prepare_size(self, layer: Layer) -> None:
-        """Notes the norm of a weight in its first step, where steps are measured by that.
+        """Store the norm of a weight in its first step, where that measures the steps.
 
-        Not its norm of today: steps that grow with a weight make it grow without bound. A weight of zeros
-        gets a tenth of the root of its rows, and learns too.
+        It is not the current norm: steps that grow with a weight make it grow without bound. A weight of zeros gets a
+        tenth of the root of its rows, so that it learns too.
         """
-        if self.manner.trust in SIZED_TRUSTS and "size" not in layer.state:
+        if self.update_rule.trust in SIZED_TRUSTS and "size" not in layer.state:
             weight = layer.weight
             norm: torch.Tensor = torch.linalg.vector_norm(weight, dtype=wide_dtype(weight))
             layer.state["size"] = norm.clamp_min(0.1 * weight.shape[0] ** 0.5).view(1)
 
     def begin_step(self) -> None:
-        """Before anything of a step is computed; also where this rank has no gradient: others may wait for it."""
+        """Do what comes before a step's computation.
 
-    def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:  # noqa: ARG002
-        """Takes a step in kernels of its own, where there are any; False if there are none."""
+        Called on a rank without any gradient too: other ranks may wait for it.
+        """
+
+    def step_in_kernels(self, layers: list[Layer], others: list[ParameterInGroup]) -> bool:  # noqa: ARG002
+        """Take a step in kernels of our own, and return whether there are any for it."""
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters: those that have vectors as one group, the others as another.
+        """Add parameters: those that have vectors as one group, the others as another.
 
         A group that names its ``rule`` is added as it is.
         """
@@ -181,8 +199,8 @@ class VectorOptimizer(Optimizer):
         self._own_parameters = sum(len(group["params"]) for group in self.param_groups)
 
     def _check_rule(self, group: dict[str, Any]) -> None:
-        """Raises unless a group's rule is known, and is one for its parameters."""
-        known = (VECTORS, *first_order.RULES)
+        """Raise ArgumentError unless a group's rule is known, and is one for its parameters."""
+        known = (VECTORS, *FIRST_ORDER_RULES)
         if group["rule"] not in known:
             raise ArgumentError("rule", group["rule"], f"use one of {', '.join(known)}")
         given = group["params"]
@@ -197,13 +215,14 @@ class VectorOptimizer(Optimizer):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict()`` gave; vectors keep their precision, whatever the parameters have."""
+        """Load the result of ``state_dict()``; vectors keep their precision, whatever the parameters have."""
+        # torch casts floating-point state to its parameter's precision: what is kept wider is copied once more.
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         own = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, own, strict=True):
             entry = state_dict["state"].get(index, {})
-            for key in _PRECISE:
+            for key in PRECISE_KEYS:
                 if key in entry:
                     self.state[p][key] = entry[key].detach().clone().to(device=p.device, dtype=wide_dtype(p))
             if p.dtype == torch.float16 and "momentum_buffer" in entry:
@@ -212,86 +231,88 @@ class VectorOptimizer(Optimizer):
                 self.state[p]["step"] = entry["step"].detach().clone().to(p.device)
 
     def _first_order_settings(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The hyperparameters of a group for the first-order rule: its own, where none are given."""
+        """Return a group's hyperparameters for the first-order rule, with defaults for those that are not given."""
         defaults = self.defaults
         settings = dict(settings)
         if defaults["first_order_lr"] is not None:
             settings["lr"] = defaults["first_order_lr"]
-        elif defaults["first_order"] == first_order.ADAMW:
+        elif defaults["first_order"] == ADAMW:
             settings["lr_ratio"] = ADAMW_RATIO
         settings.setdefault("weight_decay", defaults["first_order_weight_decay"])
         return {**settings, "rule": defaults["first_order"]}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes a step; one in which any gradient is not finite changes nothing.
+        """Take a step; a step in which any gradient is not finite changes nothing.
 
         Args:
-            closure: Computes the loss anew.
+            closure: Reevaluates the model and returns the loss.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_parts()
+        self._check_parameters()
         layers, others = self._gather()
         if layers or others:
             with _no_autocast(_device_of(layers, others)):
                 self._prepare(layers, others)
+                # Kernels decide and write in one go: not under a fusion, which defers the writing, nor in a pipeline,
+                # whose ranks decide together.
                 apart = is_claimed(self, Technique.FUSE) or self._in_pipeline is not None
                 if apart or not self.step_in_kernels(layers, others):
-                    self._begin(layers, others).finish()
+                    self._prepared(layers, others).commit()
         else:
-            self._go_along()
+            self._join_without_gradients()
         return loss
 
     @torch.no_grad()
     def prepare_step(self) -> Commit:
-        """Does at once what a step does with all gradients: whether to take it, vectors, directions and scales.
+        """Do the first phase of a step: decide whether to take it, and find vectors, directions and scales.
 
         Returns:
-            What updates some of the parameters, with hyperparameters and gradients as they are now; for
-            :func:`gradweave.fuse`, which has that done when they are needed.
+            The commit of a two-phase step, for :func:`gradweave.fuse`.
         """
         groups = self.param_groups
-        self.param_groups = [{key: _as_now(value) for key, value in group.items()} for group in groups]
+        self.param_groups = [{key: _frozen(value) for key, value in group.items()} for group in groups]
         try:
             layers, others = self._gather()
         finally:
             self.param_groups = groups
         if not layers and not others:
-            self._go_along()
+            self._join_without_gradients()
             return lambda _: None
         with _no_autocast(_device_of(layers, others)):
             self._prepare(layers, others)
-            return self._begin(layers, others).finish
+            return self._prepared(layers, others).commit
 
     @property
     def _in_pipeline(self) -> PipelinePart | None:
-        """Of what the model is a part, with which all is decided together; copies of an optimizer are of none."""
+        """The pipeline whose ranks decide together whether to take a step; copies of an optimizer are in none."""
+        # By vars(): copies and unpickled optimizers have torch's attributes only.
         part: PipelinePart | None = vars(self).get("_part")
         return part
 
     def _enlist(self) -> None:
-        """Tells the other ranks of a pipeline, once all else of making an optimizer has gone well."""
+        """Tell the other ranks of a pipeline, after everything else in the constructor has succeeded."""
         if self._part is not None:
             self._name = self._part.enlist()
 
-    def _go_along(self) -> None:
-        """Takes part in what other ranks do together in a step for which this one has no gradient."""
+    def _join_without_gradients(self) -> None:
+        """Take part in the collectives of a step for which this rank has no gradient."""
         self.begin_step()
         part = self._in_pipeline
         device = next((p.device for group in self.param_groups for p in group["params"]), None)
         if part is not None and device is not None:
             part.all_agree(self._name, torch.ones((), dtype=torch.bool, device=device))
 
-    def _refuse_parts(self) -> None:
-        """Raises if only some of the gradients are to be stepped with, as fusion would do it; and in a copy.
+    def _check_parameters(self) -> None:
+        """Raise GradweaveError in a copy, and where groups hold only some of the parameters, as under another fusion.
 
-        Tensors that stand for parameters while a step is traced may be fewer: those of unused layers are missing.
+        While a step is traced, other tensors stand for parameters; those of unused layers may be missing.
         """
-        if "manner" not in vars(self):
-            raise GradweaveError(COPY)
+        if "update_rule" not in vars(self):
+            raise GradweaveError(NO_HOOKS)
         params = [p for group in self.param_groups for p in group["params"]]
         own = vars(self).get("_own_parameters", 0)
         if (
@@ -300,14 +321,15 @@ class VectorOptimizer(Optimizer):
             and any(p.grad is not None for p in params)
         ):
             raise GradweaveError(
-                "updates all parameters in one step, or none if a gradient is not finite: give it all of them"
+                f"{type(self).__name__} updates all parameters in one step, or none if a gradient is not finite: "
+                "give it all of them"
             )
 
-    def _gather(self) -> tuple[list[Layer], list[Other]]:
-        """What has a gradient: layers, and parameters for the first-order rule."""
+    def _gather(self) -> tuple[list[Layer], list[ParameterInGroup]]:
+        """Return what has a gradient: layers, and parameters for the first-order rule."""
         layers: list[Layer] = []
-        others: list[Other] = []
-        for group in self.param_groups:
+        others: list[ParameterInGroup] = []
+        for group in cast("list[ParameterGroup]", self.param_groups):
             owner: Layer | None = None
             for p in group["params"]:
                 if p.grad is not None and p.grad.is_sparse:
@@ -330,18 +352,18 @@ class VectorOptimizer(Optimizer):
                     )
         return layers, others
 
-    def _prepare(self, layers: list[Layer], others: list[Other]) -> None:
-        """Makes the state that is missing."""
+    def _prepare(self, layers: list[Layer], others: list[ParameterInGroup]) -> None:
+        """Create the state that is missing."""
         for layer in layers:
             self.prepare_layer(layer)
         for p, group in others:
-            first_order.prepare(p, self.state[p], group["rule"])
+            first_order.prepare(p, self.state[p], cast("FirstOrderRule", group["rule"]))
 
-    def _begin(self, layers: list[Layer], others: list[Other]) -> Begun:
-        """All of a step but the writing of weights, momentum and the first-order rule's state."""
-        inverse = self._inverse_scale(_device_of(layers, others))
+    def _prepared(self, layers: list[Layer], others: list[ParameterInGroup]) -> PreparedStep:
+        """Return a step with everything computed but weights, momentum and the first-order rule's state."""
+        inverse = self.inverse_loss_scale(_device_of(layers, others))
         squares = [_square(inverse, layer.grad, layer.bias_grad) for layer in layers]
-        keep = self._may_step([*squares, *(_square(inverse, p.grad) for p, _ in others)])
+        keep = self.may_step([*squares, *(_square(inverse, p.grad) for p, _ in others if p.grad is not None)])
         self.begin_step()
         factors = [-inverse if layer.group["maximize"] else inverse for layer in layers]
         found = [
@@ -352,13 +374,11 @@ class VectorOptimizer(Optimizer):
         if layers:
             for layer, one, scale, factor in zip(layers, found, self._scales(layers, found), factors, strict=True):
                 targets += _targets(layer, one, torch.where(keep, scale, torch.zeros_like(scale)), factor)
-        return Begun(targets, self._plain(others), keep, inverse, self.manner)
-
-    def _plain(self, others: list[Other]) -> list[Plain]:
-        return [Plain(p, p.grad, self.state[p], group) for p, group in others if p.grad is not None]
+        plain = [FirstOrderTarget(p, p.grad, self.state[p], group) for p, group in others if p.grad is not None]
+        return PreparedStep(targets, plain, keep, inverse, self.update_rule)
 
     def _scales(self, layers: list[Layer], found: list[Direction]) -> list[torch.Tensor]:
-        trust = self.manner.trust
+        trust = self.update_rule.trust
         if trust in LOCAL_TRUSTS:
             return [
                 local_scale(LAYER if trust == ROW and layer.columns_first else trust, one, _size(layer))
@@ -368,8 +388,12 @@ class VectorOptimizer(Optimizer):
         scale = common_scale(trust, found, rates, layers[0].group["kl_clip"])
         return [scale * one.factor for one in found]
 
-    def _may_step(self, squares: list[torch.Tensor]) -> torch.Tensor:
-        """Whether the step may change anything, decided on the device: all gradients are finite."""
+    def may_step(self, squares: list[torch.Tensor]) -> torch.Tensor:
+        """Return on the device whether the step may change anything: all gradients are finite, on all ranks.
+
+        Args:
+            squares: Squared norms of all gradients of this rank.
+        """
         keep = torch.isfinite(sum_of([square.to(torch.float64) for square in squares]))
         found = getattr(self, "found_inf", None)
         if found is not None:
@@ -377,69 +401,68 @@ class VectorOptimizer(Optimizer):
         part = self._in_pipeline
         return keep if part is None else part.all_agree(self._name, keep)
 
-    def _inverse_scale(self, device: torch.device) -> Number:
-        """What gradients are to be multiplied by, under a GradScaler that leaves that to the optimizer."""
+    def inverse_loss_scale(self, device: torch.device) -> Number:
+        """Return the factor that undoes the loss scale of a GradScaler, which leaves that to the optimizer."""
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else scale.reshape(()).to(device).double().reciprocal().float()
 
 
-def _pipeline_of(model: nn.Module, of: str, manner: Manner) -> PipelinePart | None:
-    """The pipeline of several ranks that a model is in.
+def _pipeline_of(model: nn.Module, of: str, rule: UpdateRule) -> PipelinePart | None:
+    """Return the pipeline of several ranks that a model is in; raise UnsupportedError if the rule cannot be used there.
 
     Args:
         model: The model.
         of: The optimizer's class.
-        manner: Its rules.
+        rule: Its rule.
     """
     part = pipeline_part(model)
     if part is None or part.ranks == 1:
         return None
-    if manner.trust not in LOCAL_TRUSTS:
-        raise ArgumentError(
-            "model",
-            "part of a Pipeline",
-            f"{of} has one scale for all layers, which are on {part.ranks} ranks here; use Eva, EvaF or EvaS without "
-            "faithful and reference",
+    if rule.trust not in LOCAL_TRUSTS:
+        raise UnsupportedError(
+            "a part of a Pipeline",
+            f"{of} has one scale for all layers, which are on {part.ranks} ranks here",
+            "use Eva, EvaF or EvaS without faithful and reference",
         )
     return part
 
 
-def _device_of(layers: list[Layer], others: list[Other]) -> torch.device:
+def _device_of(layers: list[Layer], others: list[ParameterInGroup]) -> torch.device:
     return (layers[0].weight if layers else others[0][0]).device
 
 
-def _as_now(value: Any) -> Any:
-    """A hyperparameter that nobody changes any more."""
+def _frozen(value: Any) -> Any:
+    """Return a hyperparameter that a scheduler no longer changes in place."""
     if isinstance(value, tuple):
-        return tuple(_as_now(part) for part in value)
+        return tuple(_frozen(part) for part in value)
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _targets(layer: Layer, found: Direction, scale: torch.Tensor, factor: Number) -> list[Target]:
-    """A layer's weight and bias with what is to happen to them."""
+    """Return the updates of a layer's weight and bias."""
     group, buffer = layer.group, layer.state["momentum_buffer"]
     own = _for(layer.weight, scale)
-    weight = Target(layer.weight, layer.grad, buffer, group, factor, own, found.left * scale, found.right)
-    weight.columns_first = layer.columns_first
+    weight = Target(
+        layer.weight, layer.grad, buffer, group, factor, own, found.left * scale, found.right, layer.columns_first
+    )
     if layer.bias is None or layer.bias_grad is None or layer.bias_state is None:
         return [weight]
-    column = column_of_bias(found, scale, layer.bias)
+    term = bias_term(found, scale, layer.bias)
     buffer = layer.bias_state["momentum_buffer"]
-    return [weight, Target(layer.bias, layer.bias_grad, buffer, group, factor, _for(layer.bias, scale), column)]
+    return [weight, Target(layer.bias, layer.bias_grad, buffer, group, factor, _for(layer.bias, scale), term)]
 
 
 def _for(p: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A scale that a parameter's gradient can be multiplied by: one number, or one for each of its rows."""
+    """Return a scale that broadcasts with a parameter's gradient: one number, or one for each of its rows."""
     return scale.reshape(p.shape[0], *[1] * (p.dim() - 1)) if scale.dim() else scale
 
 
-def _square(inverse: Number, grad: torch.Tensor | None, bias_grad: torch.Tensor | None = None) -> torch.Tensor:
-    """The squared norm of a layer's gradient: by rows, as what else is read of it in that pass.
+def _square(inverse: Number, grad: torch.Tensor, bias_grad: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the squared norm of a layer's gradient, without the loss scale.
 
-    Without the loss scale, which may be so large that scaled gradients have no square in float32.
+    The scale may be so large that scaled gradients have no square in float32. By rows, as the other sums over the
+    gradient, so that a compiler computes all of them in one pass.
     """
-    if grad is None:
-        raise TypeError("no gradient")
     wide = wide_dtype(grad)
     flat = grad.flatten(1) if grad.dim() > 1 else grad.reshape(1, -1)
     square: torch.Tensor = torch.linalg.vector_norm(times(flat.to(wide), inverse), dim=1).square().sum()
@@ -449,44 +472,51 @@ def _square(inverse: Number, grad: torch.Tensor | None, bias_grad: torch.Tensor 
 
 
 def loss_scale(optimizer: Optimizer) -> Number:
-    """What a GradScaler multiplied the loss by, which what was caught in backward still carries."""
+    """Return the factor by which a GradScaler multiplied the loss, which statistics of backward still contain."""
     scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
     if scale is not None:
         return scale.reshape(())
     if getattr(optimizer, "found_inf", None) is not None:
         raise GradweaveError(
-            "GradScaler.unscale_() does not tell an optimizer the scale that output vectors were caught with; call "
+            "GradScaler.unscale_() does not tell an optimizer the scale that output vectors were collected with; call "
             "scaler.step() without it, or use the default rule, which needs no scale"
         )
     return 1.0
 
 
 def _size(layer: Layer) -> torch.Tensor:
-    """What a layer's steps are measured by."""
+    """Return the norm that a layer's steps are proportional to."""
     size: torch.Tensor | None = layer.state.get("size")
     return torch.ones_like(layer.grad.new_zeros(()), dtype=wide_dtype(layer.grad)) if size is None else size.view(())
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which a step's arithmetic is not cast, whatever surrounds it."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 def parameters_of(model: nn.Module, params: Iterable[Any] | None) -> list[Any]:
-    """The parameters or groups an optimizer gets: those given, or all of a model's."""
+    """Return the parameters or groups of an optimizer: those given, or all of a model's.
+
+    Raises:
+        ArgumentError: If an argument is not a model, or not parameters.
+        UnsupportedError: If the model has lazy, complex or sharded parameters.
+    """
     if not isinstance(model, nn.Module):
         raise ArgumentError("model", type(model).__name__, "give the model, and its parameters as params")
+    name = type(model).__name__
     if any(is_lazy(p) for p in model.parameters()):
-        raise ArgumentError("model", type(model).__name__, "has lazy layers; run it once before making an optimizer")
+        raise UnsupportedError(name, "it has lazy layers", "run it once before making an optimizer")
     if any(p.is_complex() for p in model.parameters()):
-        raise ArgumentError("model", type(model).__name__, "has complex parameters, which are not supported")
+        raise UnsupportedError(name, "it has complex parameters")
     refuse_sharded(model)
     if params is None:
         return [{"params": [p for p in model.parameters() if p.requires_grad]}]
     if isinstance(params, (str, bytes, dict)) or not isinstance(params, Iterable):
         raise ArgumentError(
-            "params", params, "give parameters, or groups of them; all else by its name, such as lr=0.1"
+            "params", params, "give parameters, or groups of them; everything else by name, such as lr=0.1"
         )
     given = list(params)
     return given if given and isinstance(given[0], dict) else [{"params": given}]

@@ -1,10 +1,9 @@
-"""Eva and Eva-f: vectors of a layer's inputs, and of its outputs' gradients."""
+"""Eva and Eva-f: vectors of a layer's inputs, and of its outputs."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 from weakref import finalize
 
 import torch
@@ -15,13 +14,11 @@ from torch.compiler import is_compiling
 from gradweave._compat.eager import watchers
 from gradweave._compat.foreach import zero_all
 from gradweave._compat.tracing import is_traced_to_operations
-from gradweave._logging import announce
 from gradweave._runtime.claims import Technique, is_claimed, pipeline_part
-from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.optim.averaging import DEFAULT, Alike, Ranks
-from gradweave.optim.base import COPY, Layer, VectorOptimizer, loss_scale, parameters_of
-from gradweave.optim.deferred_step import Other
-from gradweave.optim.hyperparameters import Given, Mode, check_hyperparameters
+from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
+from gradweave.optim.averaging import DEFAULT, Ranks, ReplicaCheck, average_records
+from gradweave.optim.base import NO_HOOKS, Layer, VectorOptimizer, loss_scale, parameters_of
+from gradweave.optim.hyperparameters import Hyperparameters, Mode, check_hyperparameters, with_shared_arguments
 from gradweave.optim.kernels.step import FusedStep, is_capturing, is_fusible
 from gradweave.optim.rules import (
     AUTHORS,
@@ -31,28 +28,42 @@ from gradweave.optim.rules import (
     LEADING,
     NORMALIZE,
     Direction,
-    Manner,
     Number,
+    UpdateRule,
     direction,
 )
-from gradweave.optim.statistics.coverage import Capture, CoveredLayer
-from gradweave.optim.statistics.first_backward import FirstBackward
+from gradweave.optim.state import (
+    VECTORS,
+    FirstOrderRule,
+    ParameterGroup,
+    ParameterInGroup,
+    ParameterState,
+    new_momentum,
+)
+from gradweave.optim.statistics.coverage import Capture, CoveredLayer, FirstStepCheck
 from gradweave.optim.statistics.hooks import Catching, Masked
-from gradweave.optim.update import is_plain, look_ahead, new_momentum, times
-from gradweave.optim.vector_exchange import average_records
+from gradweave.optim.update import is_plain, look_ahead, times
 
 REFERENCE_SAMPLES = 16
-"""What the authors' code looks at."""
+"""Samples of a batch that the authors' code collects statistics of."""
 
 FEWEST_OUTPUTS = 16
-"""Of a layer that has an output vector; of few outputs the leading direction is most of what there is to learn."""
+"""Outputs that a layer needs for an output vector: of few, the leading direction is most of what there is to learn."""
 
 
-class _CapturedVectors(VectorOptimizer):
-    """An optimizer whose vectors are caught while the model runs.
+class _StatisticsOptimizer(VectorOptimizer):
+    """An optimizer whose vectors are made of statistics that hooks collect while the model runs.
 
-    State of a weight: ``record`` (what was caught since the last step), ``input_vector`` and maybe
-    ``output_vector`` (the running averages, by group), ``momentum_buffer``.
+    A copy or an unpickled optimizer has the attributes of torch's optimizers only, and no hooks: methods that torch
+    calls on such an object look for their attributes in ``vars(self)``.
+
+    Args:
+        model: As in the constructor of :class:`EvaF`.
+        params: As there.
+        defaults: Defaults of the hyperparameters.
+        update_rule: The rule of groups with vectors.
+        catching: The statistics to collect.
+        process_group: As in the constructor of :class:`EvaF`.
     """
 
     def __init__(
@@ -60,51 +71,50 @@ class _CapturedVectors(VectorOptimizer):
         model: nn.Module,
         params: Iterable[Any] | None,
         defaults: dict[str, Any],
-        manner: Manner,
+        update_rule: UpdateRule,
         catching: Catching,
-        process_group: Any,
+        process_group: dist.ProcessGroup | str | None,
     ) -> None:
         given = parameters_of(model, params)
         check_hyperparameters(defaults)
         self.ranks = Ranks(model, process_group)
-        self._alike = Alike(type(self).__name__, model)
+        self._replica_check = ReplicaCheck(type(self).__name__, model)
         self._catching = catching
         self._capture = Capture(model, catching, self.ranks)
         try:
             if not self._capture.layers and pipeline_part(model) is None:
-                raise ArgumentError(
-                    "model", type(model).__name__, "has no linear layer or convolution to train; use torch.optim.AdamW"
+                raise UnsupportedError(
+                    type(model).__name__, "it has no linear layer or convolution to train", "use torch.optim.AdamW"
                 )
-            super().__init__(model, given, defaults, manner)
+            super().__init__(model, given, defaults, update_rule)
             self._fused = FusedStep(self)
-            self._has_looked = False
-            self._first_backward = FirstBackward(
-                layer.weight for layer in self._capture.layers if layer.weight.requires_grad
-            )
+            self._first_step_check = FirstStepCheck(self._capture.layers)
             self._attach()
             self._enlist()
         except BaseException:
             self._capture.remove()
             raise
+        # The hooks refer to layers' records and not to the optimizer, and end with it: a model may get another one.
         finalize(self, self._capture.remove).atexit = False
-        finalize(self, self._first_backward.let_go).atexit = False
+        finalize(self, self._first_step_check.close).atexit = False
 
     def padding_mask(self, mask: torch.Tensor) -> Masked:
-        """Context in which the model is run with padding in its batch.
+        """Return a context in which the model is run with padding in its batch.
 
         Args:
-            mask: True, or 1, where a row counts; linear layers whose input has its shape, before
-                the last dimension, leave the other rows out of their vectors.
+            mask: True, or 1, where a row counts. Linear layers whose input has the mask's shape, before the last
+                dimension, leave the other rows out of their vectors.
         """
         return Masked(self._capture.masking, mask)
 
     def detach(self) -> None:
-        """Takes the hooks off the model; the optimizer cannot step afterwards."""
+        """Remove the hooks from the model; the optimizer cannot step afterwards."""
         self._capture.remove()
+        self._first_step_check.close()
         del self._capture
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Weights of layers with hooks, each followed by its bias if that is given too."""
+        """Return the weights of layers with hooks, each followed by its bias if that is given too."""
         given = set(map(id, params))
         chosen: list[torch.Tensor] = []
         for layer in self._capture.layers:
@@ -115,26 +125,26 @@ class _CapturedVectors(VectorOptimizer):
         return chosen
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters; those that have vectors get them."""
+        """Add parameters, with vectors for those of layers that have hooks."""
         super().add_param_group(param_group)
-        if "defaults" in vars(self) and "state" in vars(self):
+        if "defaults" in vars(self) and "state" in vars(self):  # not from torch's constructor, which has no state yet
             self._attach()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict` gave; vectors keep their precision."""
+        """Load the result of :meth:`state_dict`; vectors keep their precision."""
         super().load_state_dict(state_dict)
         if "_capture" in vars(self):
             self._capture.forget()
         self._attach()
 
     def _attach(self) -> None:
-        """Gives records to layers whose weights have none, and their records to the hooks."""
-        own = {id(p) for group in self.param_groups if group["rule"] == "vectors" for p in group["params"]}
+        """Create the state of layers that lack it, and give the hooks their layers' records."""
+        own = {id(p) for group in self.param_groups if group["rule"] == VECTORS for p in group["params"]}
         for layer in self._capture.layers:
             if id(layer.weight) not in own:
                 layer.tap.use(None)
                 continue
-            state = self.state[layer.weight]
+            state = cast("ParameterState", self.state[layer.weight])
             if "record" not in state or state["record"].numel() != layer.tap.record_size:
                 state["record"] = layer.tap.new_record(layer.weight)
             layout, record = layer.tap.layout, state["record"]
@@ -148,16 +158,16 @@ class _CapturedVectors(VectorOptimizer):
             layer.tap.use(record)
 
     def _has_output_vector(self, layer: CoveredLayer) -> bool:
-        """Whether a layer has one: what the authors' rules catch; in ours, a layer of more than a few outputs."""
-        if self.manner.formula != LEADING:
+        """Return whether a layer has one: in the authors' rules if collected, in ours with more than a few outputs."""
+        if self.update_rule.formula != LEADING:
             return self._catching.outputs
         layout = layer.tap.layout
         return layout.outputs >= FEWEST_OUTPUTS and not layout.columns_first
 
     def prepare_layer(self, layer: Layer) -> None:
-        """Makes momentum; vectors were made with the optimizer."""
+        """Create momentum; vectors were created with the optimizer."""
         if "_capture" not in vars(self):
-            raise GradweaveError(COPY)
+            raise GradweaveError(NO_HOOKS)
         layer.columns_first = bool(layer.state["columns_first"])
         self.prepare_size(layer)
         for p, state in ((layer.weight, layer.state), (layer.bias, layer.bias_state)):
@@ -165,67 +175,42 @@ class _CapturedVectors(VectorOptimizer):
                 state["momentum_buffer"] = new_momentum(p)
 
     def begin_step(self) -> None:
-        """Averages what was caught over data-parallel ranks."""
-        over = None if self.ranks is None else self.ranks.group()
-        if over is not None and dist.get_world_size(over) > 1:
-            self._average(over)
-        if not vars(self).get("_has_looked", True) and not is_compiling() and not watchers():
-            self._look_at_first_step()
+        """Average the statistics over data-parallel ranks, and check in the first step that there are any."""
+        group = None if self.ranks is None else self.ranks.group()
+        if group is not None and dist.get_world_size(group) > 1:
+            self._average(group)
+        check: FirstStepCheck | None = vars(self).get("_first_step_check")
+        # A traced step computes with other tensors, and must not wait for their values.
+        if check is not None and not check.is_done and not is_compiling() and not watchers():
+            check.run(self.state)
 
-    def _average(self, over: Any) -> None:
+    def _layers(self) -> list[CoveredLayer]:
+        """Return the layers with hooks; none of a copy or after :meth:`detach`."""
+        return self._capture.layers if "_capture" in vars(self) else []
+
+    def _average(self, group: dist.ProcessGroup) -> None:
         if is_claimed(self, Technique.COMPILE) or is_traced_to_operations():
             raise GradweaveError(
-                "averages vectors over ranks, which compile() does not; train without compile(), or give "
-                "process_group=None if each rank trains a model of its own"
+                f"{type(self).__name__} averages vectors over ranks, which compile() does not; train without "
+                "compile(), or give process_group=None if each rank trains a model of its own"
             )
         params = [p for group in self.param_groups for p in group["params"]]
         records = [self.state[p]["record"] for p in params if "record" in self.state[p]]
         is_lent = self.ranks is None or self.ranks.lender is not None
+        # The comparison of replicas waits for the device, which a graph that is traced or captured must not.
         if not is_lent and not is_compiling() and not is_capturing(records[0].device):
-            self._alike.check(over, params, records, self)
-        average_records(records, over)
+            self._replica_check.check(group, params, records, self)
+        average_records(records, group)
 
-    def _look_at_first_step(self) -> None:
-        """Raises if a backward has left gradients, and nothing of the layers that these are of: no hook has run.
-
-        That is so where Dynamo has compiled a model before it had hooks: it does not look for new ones.
-        """
-        layers = self._capture.layers if "_capture" in vars(self) else []
-        used = [layer for layer in layers if layer.weight.grad is not None and layer.tap.record is not None]
-        if not used or is_capturing(used[0].weight.device):
-            return
-        counts = [layer.tap.count_of(self.state[layer.weight]["record"]).to("cpu") for layer in used]
-        unseen = [layer.name for layer, count in zip(used, counts, strict=True) if not float(count) > 0]
-        moved = not unseen or any(
-            bool((layer.weight.grad != 0).any()) for layer in used if layer.weight.grad is not None
-        )
-        if not moved:
-            return  # as checkpoints have a step taken, to have state made
-        self._first_backward.let_go()
-        self._has_looked = True
-        if len(unseen) == len(used) and self._first_backward.has_run:
-            raise GradweaveError(
-                "there was a backward, and no hook of a layer has run: if the model was compiled and run before this "
-                "optimizer was made, call torch.compiler.reset() now; under torch.func and the like layers are not "
-                "seen, and need another optimizer"
-            )
-        if unseen:
-            named = ", ".join(unseen[:3]) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
-            announce(
-                f"optim: {named} have gradients, and their inputs were not seen in the first step: until they are, "
-                "these gradients are used as they are",
-                level=logging.WARNING,
-            )
-
-    def step_in_kernels(self, layers: list[Layer], others: list[Other]) -> bool:
-        """Takes a step of our own rule on a GPU."""
+    def step_in_kernels(self, layers: list[Layer], others: list[ParameterInGroup]) -> bool:
+        """Take a step of our own rule on a GPU, and return whether kernels support it."""
         fused: FusedStep | None = vars(self).get("_fused")
-        return fused is not None and is_fusible(self.manner) and fused.take(self, layers, others)
+        return fused is not None and is_fusible(self.update_rule) and fused.take(self, layers, others)
 
     def find_direction(
         self, layer: Layer, gradient_square: torch.Tensor, factor: Number, keep: torch.Tensor
     ) -> Direction:
-        """Blends what was caught into the running vectors, and gives the direction."""
+        """Blend the statistics into the running vectors, and return the direction."""
         inputs, outputs = self._blend(layer, factor, keep)
         group = layer.group
         fresh = times(layer.grad.to(inputs.dtype), factor)
@@ -237,13 +222,13 @@ class _CapturedVectors(VectorOptimizer):
             bias_fresh = times(layer.bias_grad.to(inputs.dtype), factor)
             bias_gradient = self._followed(bias_fresh, layer.bias_state, group).view(gradient.shape[:2])
         square, moves = gradient_square, None
-        if self.manner.momentum_first:
+        if self.update_rule.momentum_first:
             square = gradient.square().sum() + (0.0 if bias_gradient is None else bias_gradient.square().sum())
             moves = (matrices(fresh, inputs.shape[0], columns_first=layer.columns_first) != 0).any(-1)
             if bias_fresh is not None:
                 moves = moves | (bias_fresh.view(moves.shape) != 0)
         found = direction(
-            self.manner,
+            self.update_rule,
             group["damping"],
             gradient,
             bias_gradient,
@@ -258,13 +243,14 @@ class _CapturedVectors(VectorOptimizer):
             outputs.copy_(torch.where(keep, found.next_outputs, outputs))
         return found
 
-    def _followed(self, fresh: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-        """What a step goes along before anything is taken off: the gradient, or momentum that looks ahead."""
-        if not self.manner.momentum_first:
+    def _followed(self, fresh: torch.Tensor, state: ParameterState, group: ParameterGroup) -> torch.Tensor:
+        """Return what a direction is taken of: the gradient, or the gradient with momentum's look-ahead."""
+        if not self.update_rule.momentum_first:
             return fresh
         return look_ahead(fresh, state["momentum_buffer"].to(fresh.dtype), group["momentum"])
 
     def _blend(self, layer: Layer, factor: Number, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Blend a layer's record into its running vectors, reset it, and return the input and the output vector."""
         state = layer.state
         record, running = state["record"], state["input_vector"]
         count = record[running.numel()]
@@ -273,7 +259,7 @@ class _CapturedVectors(VectorOptimizer):
         weight = layer.group["running_average"]
         _blend_into(running, record[: running.numel()] / safe, weight, fresh)
         outputs = state.get("output_vector")
-        if outputs is not None and self.manner.formula != LEADING:
+        if outputs is not None and self.update_rule.formula != LEADING:
             new = record[running.numel() + 1 :] * self._inverse_loss_scale()
             if new.numel() == 0:
                 new = self._from_bias(layer, outputs, factor)
@@ -283,44 +269,45 @@ class _CapturedVectors(VectorOptimizer):
         return running, outputs
 
     def _from_bias(self, layer: Layer, outputs: torch.Tensor, factor: Number) -> torch.Tensor:
-        """An output vector that no hook could see: the bias' gradient is the sum that it is made of."""
+        """Return the sum of outputs' gradients where no hook could see them: it is the bias' gradient."""
         if layer.bias_grad is None:
             return torch.zeros_like(outputs)
         return layer.bias_grad.view(outputs.shape).to(outputs.dtype) * factor
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops gradients, and the vectors that were caught with them."""
+        """Drop gradients, and the statistics that were collected with them."""
         super().zero_grad(set_to_none)
-        layers = self._capture.layers if "_capture" in vars(self) else ()
+        layers = self._layers()
         if layers:
             self._capture.forget()
         zero_all([layer.tap.record for layer in layers if layer.tap.record is not None])
 
     def _inverse_loss_scale(self) -> Number:
-        """What a GradScaler's scale has to be taken off output vectors with; relative damping needs no size."""
+        """Return the factor that undoes the loss scale in output vectors; relative damping does not need their size."""
         return 1 / loss_scale(self) if self.needs_loss_scale else 1.0
 
     @property
     def needs_loss_scale(self) -> bool:
-        """Whether a loss that is scaled, without this optimizer knowing, would change its updates."""
-        return self._catching.outputs and not self.manner.relative
+        """Whether a loss that is scaled without this optimizer's knowledge would change its updates."""
+        return self._catching.outputs and not self.update_rule.relative
 
 
 def _blend_into(running: torch.Tensor, new: torch.Tensor, weight: Number, fresh: torch.Tensor) -> None:
-    """Blends in place; the first vector is taken as it is."""
+    """Blend in place; the first vector is taken as it is."""
     new = new.view(running.shape)
     blended = torch.where((running != 0).any(), running + (new - running) * weight, new)
     running.copy_(torch.where(fresh, blended, running))
 
 
 def matrices(grad: torch.Tensor, groups: int, *, columns_first: bool) -> torch.Tensor:
-    """A weight's gradient as matrices: groups, rows, columns."""
+    """Return a weight's gradient as matrices: groups, rows, columns."""
     if columns_first:
         return grad.reshape(groups, grad.shape[0] // groups, -1).transpose(1, 2)
     return grad.reshape(groups, grad.shape[0] // groups, -1)
 
 
 def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
+    """Return the statistics that a mode needs; outputs' gradients only in the authors' modes."""
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ArgumentError("samples", samples, "give at least 1, or None")
     if mode is Mode.REFERENCE:
@@ -331,37 +318,18 @@ def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
     return Catching(False, samples, words=False)
 
 
-class EvaF(_CapturedVectors):
+@with_shared_arguments
+class EvaF(_StatisticsOptimizer):
     """Eva-f: a layer's gradient times the damped inverse of its mean input's outer product.
 
-    Needs nothing of backward but the gradient. By default the input vector is the whole batch's, damping
-    is relative to its size, and a layer's step has the length ``lr`` times the norm its weight had at first, so
-    that a good ``lr`` depends little on the model.
+    Needs nothing of backward but the gradient. By default the input vector is the whole batch's, and damping is
+    relative to its size.
 
     Args:
-        model: Whose layers are looked at; under DistributedDataParallel, the wrapped model.
-        params: Parameters, or groups of them, if not all of the model's. A bias is part of its layer if
-            both are in one group.
-        lr: Learning rate.
-        damping: Above 0; as a share of the vectors' squared size, or as it is in the authors' modes.
-        momentum: Of gradients, in front of the direction; as in SGD, behind it, in the authors' modes.
-        weight_decay: Decoupled, or added to the direction in the authors' modes.
-        running_average: Weight of a step's vectors in the running ones.
-        samples: How many of a batch's first samples to look at; None for what the mode has.
-        kl_clip: The authors' limit.
-        first_order: Rule for what has no vectors: ``"adamw"`` or ``"sgd"``.
-        first_order_lr: Its learning rate; by default a twentieth of ``lr`` for AdamW, ``lr`` for SGD.
-        first_order_weight_decay: Its weight decay; by default ``weight_decay``.
-        betas: AdamW's.
-        eps: AdamW's.
-        maximize: Go up, not down.
-        foreach: Update many tensors at once by torch's operations, or each by itself; by default the former, and
-            kernels of our own on a GPU where they apply.
-        capturable: Accepted for its convention: a step never waits for the device, and can always be captured.
-        process_group: Over which vectors are averaged. By default over DistributedDataParallel's group, also where it
-            wraps the model later, and without one over all ranks; None for no averaging.
-        faithful: The algorithm as published.
-        reference: The choices of the authors' code.
+        samples: Number of a batch's first samples whose statistics are collected; by default all, or 16 for
+            ``reference=True``.
+        process_group: Ranks over which vectors are averaged. By default those of DistributedDataParallel, also where it
+            wraps the model later, and without one all ranks; None for no averaging.
     """
 
     def __init__(
@@ -376,7 +344,7 @@ class EvaF(_CapturedVectors):
         running_average: float | None = None,
         samples: int | None = None,
         kl_clip: float = 0.001,
-        first_order: str | None = None,
+        first_order: FirstOrderRule | None = None,
         first_order_lr: float | None = None,
         first_order_weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -384,53 +352,51 @@ class EvaF(_CapturedVectors):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        process_group: Any = DEFAULT,
+        process_group: dist.ProcessGroup | str | None = DEFAULT,
         faithful: bool = False,
         reference: bool = False,
     ) -> None:
         mode = Mode.of(faithful=faithful, reference=reference)
-        given = Given(
-            lr, damping, momentum, weight_decay, running_average, kl_clip, first_order, first_order_lr,
-            first_order_weight_decay, betas, eps, maximize, foreach, capturable,
-        )  # fmt: skip
-        manners = {
-            Mode.OURS: Manner(INPUTS),
-            Mode.FAITHFUL: Manner(INPUTS, **AUTHORS, divided=True, trust=KL_CLIP),
-            Mode.REFERENCE: Manner(INPUTS, **AUTHORS, trust=NORMALIZE),
+        given = Hyperparameters(
+            lr=lr,
+            damping=damping,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            running_average=running_average,
+            kl_clip=kl_clip,
+            first_order=first_order,
+            first_order_lr=first_order_lr,
+            first_order_weight_decay=first_order_weight_decay,
+            betas=betas,
+            eps=eps,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+        )
+        rules = {
+            Mode.OURS: UpdateRule(INPUTS),
+            Mode.FAITHFUL: UpdateRule(INPUTS, **AUTHORS, divided=True, trust=KL_CLIP),
+            Mode.REFERENCE: UpdateRule(INPUTS, **AUTHORS, trust=NORMALIZE),
         }
         catching = _catching(mode, samples, outputs=False)
-        super().__init__(model, params, given.defaults(mode), manners[mode], catching, process_group)
+        super().__init__(model, params, given.defaults(mode), rules[mode], catching, process_group)
 
 
-class Eva(_CapturedVectors):
-    """Eva: preconditions from both sides, by vectors of inputs and of outputs' gradients.
+@with_shared_arguments
+class Eva(_StatisticsOptimizer):
+    """Eva: preconditions from both sides, by vectors of inputs and of outputs.
 
     The published rule inverts one rank-one matrix for both sides together, which in practice leaves the gradient
-    as it was, and its output vectors are zero in front of a BatchNorm. By default each side is damped by itself, and
-    the output vector is the direction of outputs in which steps would be largest, found by one power iteration in each.
+    as it was, and its output vectors are zero before a BatchNorm. By default each side is damped by itself, and the
+    output vector is the direction of outputs in which steps would be largest, found by one power iteration in each.
 
     Args:
-        model: As in :class:`EvaF`, as all that is not named here.
-        params: The same.
-        lr: The same.
-        damping: Of the inputs' side.
-        output_damping: Of the outputs' side, as a share of it; not in the authors' modes, which have one for both.
-        momentum: The same.
-        weight_decay: The same.
-        running_average: The same.
-        samples: The same; in the authors' modes, of both vectors.
-        kl_clip: The same.
-        first_order: The same.
-        first_order_lr: The same.
-        first_order_weight_decay: The same.
-        betas: The same.
-        eps: The same.
-        maximize: The same.
-        foreach: The same.
-        capturable: The same.
-        process_group: The same.
-        faithful: The same.
-        reference: The same.
+        output_damping: Damping of the outputs' side, as a share of it; ``damping`` is that of the inputs' side. Not in
+            the authors' modes, which have one damping for both.
+        samples: Number of a batch's first samples whose statistics are collected; by default all, or 16 for
+            ``reference=True``.
+        process_group: Ranks over which vectors are averaged. By default those of DistributedDataParallel, also where it
+            wraps the model later, and without one all ranks; None for no averaging.
     """
 
     def __init__(
@@ -446,7 +412,7 @@ class Eva(_CapturedVectors):
         running_average: float | None = None,
         samples: int | None = None,
         kl_clip: float = 0.001,
-        first_order: str | None = None,
+        first_order: FirstOrderRule | None = None,
         first_order_lr: float | None = None,
         first_order_weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -454,18 +420,30 @@ class Eva(_CapturedVectors):
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
-        process_group: Any = DEFAULT,
+        process_group: dist.ProcessGroup | str | None = DEFAULT,
         faithful: bool = False,
         reference: bool = False,
     ) -> None:
         mode = Mode.of(faithful=faithful, reference=reference)
-        given = Given(
-            lr, damping, momentum, weight_decay, running_average, kl_clip, first_order, first_order_lr,
-            first_order_weight_decay, betas, eps, maximize, foreach, capturable,
-        )  # fmt: skip
-        authors = Manner(JOINT, **AUTHORS, divided=True, trust=KL_CLIP)
-        manner = Manner(LEADING) if mode is Mode.OURS else authors
+        given = Hyperparameters(
+            lr=lr,
+            damping=damping,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            running_average=running_average,
+            kl_clip=kl_clip,
+            first_order=first_order,
+            first_order_lr=first_order_lr,
+            first_order_weight_decay=first_order_weight_decay,
+            betas=betas,
+            eps=eps,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+        )
+        authors = UpdateRule(JOINT, **AUTHORS, divided=True, trust=KL_CLIP)
+        rule = UpdateRule(LEADING) if mode is Mode.OURS else authors
         if not output_damping > 0:
             raise ArgumentError("output_damping", output_damping, "give a positive number")
         defaults = {**given.defaults(mode), "output_damping": output_damping}
-        super().__init__(model, params, defaults, manner, _catching(mode, samples, outputs=True), process_group)
+        super().__init__(model, params, defaults, rule, _catching(mode, samples, outputs=True), process_group)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave.errors import ArgumentError
+from gradweave.errors import UnsupportedError
 from gradweave.optim.base import Layer, VectorOptimizer, parameters_of
-from gradweave.optim.hyperparameters import Given, Mode
+from gradweave.optim.hyperparameters import Hyperparameters, Mode, Preset, with_shared_arguments
 from gradweave.optim.rules import (
     AUTHORS,
     GRADIENT_NORM,
@@ -19,43 +19,24 @@ from gradweave.optim.rules import (
     LAYER,
     TWO_SIDED,
     Direction,
-    Manner,
     Number,
+    UpdateRule,
     direction,
     ratio,
 )
-from gradweave.optim.update import is_plain, new_momentum, wide_dtype
+from gradweave.optim.state import VECTORS, FirstOrderRule, new_momentum, wide_dtype
+from gradweave.optim.update import is_plain
 
-OURS = {"lr": 0.01, "damping": 0.3, "running_average": 0.1}
+OURS = Preset(lr=0.01, damping=0.3, running_average=0.1, first_order="adamw")
 
 
+@with_shared_arguments
 class EvaS(VectorOptimizer):
-    """Eva-s: a vector per mode of a gradient, its mean over the other modes, in Shampoo's place.
+    """Eva-s: a vector per mode of a gradient, its mean over the other modes, instead of Shampoo's matrices.
 
-    Needs no hooks, and covers every tensor of two or more dimensions. State of a weight: ``mode_vectors``
-    (one behind the other) and ``momentum_buffer``. By default a tensor is a matrix of its first dimension
-    by all others, each side is damped by itself, and the vectors are running averages; the authors take
-    one vector per dimension, and their code sums them up over all steps.
-
-    Args:
-        model: Whose parameters are updated.
-        params: As in :class:`EvaF`, as all that follows.
-        lr: The same.
-        damping: The same, for each side.
-        momentum: As in SGD, of directions.
-        weight_decay: The same.
-        running_average: Weight of a step's vectors; not for ``reference=True``.
-        kl_clip: The same.
-        first_order: The same.
-        first_order_lr: The same.
-        first_order_weight_decay: The same.
-        betas: The same.
-        eps: The same.
-        maximize: The same.
-        foreach: The same.
-        capturable: The same.
-        faithful: The same.
-        reference: The same.
+    Needs no hooks, and covers every tensor of two or more dimensions. By default a tensor is a matrix of its first
+    dimension by all others, each side is damped by itself, and the vectors are running averages; the authors take one
+    vector per dimension, and their code sums the vectors up over all steps, without ``running_average``.
     """
 
     def __init__(
@@ -69,7 +50,7 @@ class EvaS(VectorOptimizer):
         weight_decay: float = 0.0,
         running_average: float | None = None,
         kl_clip: float = 0.001,
-        first_order: str | None = None,
+        first_order: FirstOrderRule | None = None,
         first_order_lr: float | None = None,
         first_order_weight_decay: float | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -81,27 +62,40 @@ class EvaS(VectorOptimizer):
         reference: bool = False,
     ) -> None:
         mode = Mode.of(faithful=faithful, reference=reference)
-        given = Given(
-            lr, damping, momentum, weight_decay, running_average, kl_clip, first_order, first_order_lr,
-            first_order_weight_decay, betas, eps, maximize, foreach, capturable,
-        )  # fmt: skip
-        manners = {
-            Mode.OURS: Manner(TWO_SIDED, trust=LAYER, momentum_first=False),
-            Mode.FAITHFUL: Manner(JOINT, **AUTHORS, divided=True, trust=KL_CLIP),
-            Mode.REFERENCE: Manner(JOINT, **AUTHORS, trust=GRADIENT_NORM, nesterov_twice=True),
+        given = Hyperparameters(
+            lr=lr,
+            damping=damping,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            running_average=running_average,
+            kl_clip=kl_clip,
+            first_order=first_order,
+            first_order_lr=first_order_lr,
+            first_order_weight_decay=first_order_weight_decay,
+            betas=betas,
+            eps=eps,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+        )
+        rules = {
+            Mode.OURS: UpdateRule(TWO_SIDED, trust=LAYER, momentum_first=False),
+            Mode.FAITHFUL: UpdateRule(JOINT, **AUTHORS, divided=True, trust=KL_CLIP),
+            Mode.REFERENCE: UpdateRule(JOINT, **AUTHORS, trust=GRADIENT_NORM, nesterov_twice=True),
         }
-        self._mode = mode.value
-        super().__init__(model, parameters_of(model, params), given.defaults(mode, **OURS), manners[mode])
-        if self._part is None and not any(group["rule"] == "vectors" for group in self.param_groups):
-            raise ArgumentError("model", type(model).__name__, "has no matrix to train; use torch.optim.AdamW")
+        self._sums_up = mode is Mode.REFERENCE
+        self._is_matrix = mode is Mode.OURS
+        super().__init__(model, parameters_of(model, params), given.defaults(mode, OURS), rules[mode])
+        if self._part is None and not any(group["rule"] == VECTORS for group in self.param_groups):
+            raise UnsupportedError(type(model).__name__, "it has no matrix to train", "use torch.optim.AdamW")
         self._enlist()
 
     def covered(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Every tensor of two or more dimensions that is not empty."""
+        """Return every tensor of two or more dimensions that is not empty."""
         return [p for p in params if p.dim() >= 2 and p.numel()]
 
     def prepare_layer(self, layer: Layer) -> None:
-        """Makes momentum and vectors."""
+        """Create momentum and vectors."""
         weight, state = layer.weight, layer.state
         self.prepare_size(layer)
         if "momentum_buffer" not in state:
@@ -112,13 +106,13 @@ class EvaS(VectorOptimizer):
     def find_direction(
         self, layer: Layer, gradient_square: torch.Tensor, factor: Number, keep: torch.Tensor
     ) -> Direction:
-        """Blends the gradient's means into the running vectors, and gives the direction."""
+        """Blend the gradient's means into the running vectors, and return the direction."""
         running = layer.state["mode_vectors"]
         modes = self._modes(layer.weight)
         gradient = layer.grad.to(running.dtype).reshape(modes) * factor
         dims = range(len(modes))
         means = torch.cat([gradient.mean([other for other in dims if other != one]) for one in dims])
-        if self._mode == Mode.REFERENCE.value:
+        if self._sums_up:
             blended = running + means
         else:
             weight = layer.group["running_average"]
@@ -128,25 +122,25 @@ class EvaS(VectorOptimizer):
         inputs = others[0]
         for vector in others[1:]:
             inputs = (inputs[:, None] * vector).flatten()
-        if (
-            self.manner.relative
-        ):  # their length does not matter, and products with them could leave the range of float32
+        if self.update_rule.relative:
+            # Their length does not matter, and products with them could leave the range of float32.
             inputs, first = _unit(inputs), _unit(first)
         matrix = gradient.reshape(1, modes[0], -1)
         plain = is_plain(layer.group)
         damping = layer.group["damping"]
         return direction(
-            self.manner, damping, matrix, None, gradient_square, inputs[None], first[None], pointwise=plain
+            self.update_rule, damping, matrix, None, gradient_square, inputs[None], first[None], pointwise=plain
         )
 
     def _modes(self, weight: torch.Tensor) -> list[int]:
-        if self._mode == Mode.OURS.value:
+        """Return the shape as which a weight is preconditioned."""
+        if self._is_matrix:
             return [weight.shape[0], weight.numel() // weight.shape[0]]
         return list(weight.shape)
 
 
 def _unit(vector: torch.Tensor) -> torch.Tensor:
-    """A vector of length one; of zeros where there is none, or one that has faded away."""
+    """Return a vector of length one; zeros for a vector of zeros, or one too small to be normalized."""
     largest = vector.abs().amax()
     largest = torch.where(largest >= 4 * torch.finfo(vector.dtype).tiny, largest, torch.zeros_like(largest))
     vector = vector * ratio(torch.ones_like(largest), largest)

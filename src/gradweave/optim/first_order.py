@@ -1,23 +1,27 @@
 """The rule for parameters that no vector covers: SGD with momentum, or AdamW.
 
-Both are guarded: where ``keep`` does not hold, on the device, nothing changes. Arithmetic, and AdamW's state, are in
-float32 whatever the parameter's precision: squares of gradients, and what they lose in a step, are too small for less.
+Both are guarded by ``keep``, a flag on the device: where it is not set, nothing changes. Arithmetic, and AdamW's state,
+are in float32 whatever the parameter's precision: squares of gradients, and what they lose in a step, are too small for
+less.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from gradweave.optim.update import new_momentum, wide_dtype
+from gradweave.optim.state import (
+    SGD,
+    FirstOrderRule,
+    ParameterGroup,
+    ParameterState,
+    learning_rate,
+    new_momentum,
+    wide_dtype,
+)
 
-SGD, ADAMW = "sgd", "adamw"
-RULES = (SGD, ADAMW)
 
-
-def prepare(p: torch.Tensor, state: dict[str, Any], rule: str) -> None:
-    """Makes the state that a parameter lacks."""
+def prepare(p: torch.Tensor, state: ParameterState, rule: FirstOrderRule) -> None:
+    """Create the state that a parameter lacks."""
     if rule == SGD:
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = new_momentum(p)
@@ -29,21 +33,15 @@ def prepare(p: torch.Tensor, state: dict[str, Any], rule: str) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
 
 
-def rate_of(group: dict[str, Any]) -> Any:
-    """The learning rate of a group: a ratio to what schedulers and users change, which all groups share."""
-    lr, ratio = group["lr"], group.get("lr_ratio", 1.0)
-    return lr if ratio == 1.0 else lr * ratio
-
-
 def update(
-    p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any], keep: torch.Tensor
+    p: torch.Tensor, grad: torch.Tensor, state: ParameterState, group: ParameterGroup, keep: torch.Tensor
 ) -> None:
-    """Updates one parameter.
+    """Update one parameter.
 
     Args:
         p: The parameter.
-        grad: Its gradient, of the loss to be made small, in the precision to compute in.
-        state: As :func:`prepare` left it.
+        grad: Its gradient of the loss to be minimized, in the precision to compute in.
+        state: Its state, after :func:`prepare`.
         group: Its hyperparameters.
         keep: Whether the update is to happen.
     """
@@ -53,16 +51,16 @@ def update(
         _adamw(p, grad, state, group, keep)
 
 
-def _sgd(p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any], keep: torch.Tensor) -> None:
+def _sgd(p: torch.Tensor, grad: torch.Tensor, state: ParameterState, group: ParameterGroup, keep: torch.Tensor) -> None:
     buffer = state["momentum_buffer"]
     old = buffer.to(grad.dtype)
     new = old * group["momentum"] + grad + p.to(grad.dtype) * group["weight_decay"]
     buffer.copy_(torch.where(keep, new, old))
-    p.sub_((torch.where(keep, new, torch.zeros_like(new)) * rate_of(group)).to(p.dtype))
+    p.sub_((torch.where(keep, new, torch.zeros_like(new)) * learning_rate(group)).to(p.dtype))
 
 
 def _adamw(
-    p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any], keep: torch.Tensor
+    p: torch.Tensor, grad: torch.Tensor, state: ParameterState, group: ParameterGroup, keep: torch.Tensor
 ) -> None:
     first, second, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
     beta1, beta2 = group["betas"]
@@ -72,5 +70,5 @@ def _adamw(
     taken = step.clamp_min(1.0)
     mean = first / (1 - beta1**taken)
     size = (second / (1 - beta2**taken)).sqrt() + group["eps"]
-    change = (mean / size + p.to(grad.dtype) * group["weight_decay"]) * rate_of(group)
+    change = (mean / size + p.to(grad.dtype) * group["weight_decay"]) * learning_rate(group)
     p.sub_(torch.where(keep, change, torch.zeros_like(change)).to(p.dtype))

@@ -1,4 +1,4 @@
-"""Hyperparameters that the family's constructors share, and what they are where none is given."""
+"""Hyperparameters that all constructors share: their documentation, their defaults in each mode, and their checks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,57 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from inspect import cleandoc
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from gradweave.errors import ArgumentError
-from gradweave.optim import first_order
+from gradweave.optim.rules import Number
+from gradweave.optim.state import FIRST_ORDER_RULES, FirstOrderRule
+
+SHARED_ARGUMENTS = """
+    model: The model whose layers are trained; under DistributedDataParallel, the wrapped model.
+    params: Parameters, or groups of them; by default all of the model's that require a gradient. A bias belongs to
+        its layer if both are in one group.
+    lr: Learning rate; by default 0.04, 0.01 for Eva-s, and 0.1 in the authors' modes. A layer's step has the length
+        ``lr`` times the norm that its weight had at first, so that a good value depends little on the model.
+    damping: Above 0: a share of the vectors' squared size, or an absolute number in the authors' modes; by default
+        0.01, 0.3 for Eva-s, and 0.03 in the authors' modes.
+    momentum: Of gradients, before the direction is taken; in Eva-s and in the authors' modes of directions, as in SGD.
+    weight_decay: Decoupled; added to the direction in the authors' modes.
+    running_average: Weight of a step's vectors in the running ones; by default 0.3, 0.1 for Eva-s, and 0.95 in the
+        authors' modes.
+    kl_clip: Limit of the authors' scale, where they have one.
+    first_order: Rule for parameters without vectors: ``"adamw"`` by default, or ``"sgd"``, the default in the
+        authors' modes.
+    first_order_lr: Its learning rate; by default a twentieth of ``lr`` for AdamW, and ``lr`` for SGD.
+    first_order_weight_decay: Its weight decay; by default ``weight_decay``.
+    betas: Of AdamW.
+    eps: Of AdamW.
+    maximize: Whether to maximize the objective.
+    foreach: Whether to update many tensors at once by torch's operations, or each by itself; by default many at once,
+        and on a GPU in kernels of our own where they apply.
+    capturable: Accepted by convention: a step never waits for the device, and can always be captured.
+    faithful: Whether to follow the algorithm as published.
+    reference: Whether to follow the choices of the authors' code.
+"""
+"""The arguments that all constructors share, in the form of their docstrings."""
+
+T = TypeVar("T")
+
+
+def with_shared_arguments(cls: type[T]) -> type[T]:
+    """Append :data:`SHARED_ARGUMENTS` to a class' docstring, which ends with its own arguments, if there are any."""
+    if cls.__doc__ is not None:  # it is, under python -OO
+        own = cleandoc(cls.__doc__)
+        cls.__doc__ = own + ("" if "\nArgs:" in own else "\n\nArgs:") + SHARED_ARGUMENTS
+    return cls
 
 
 class Mode(Enum):
-    """Whose choices are followed."""
+    """The choices that an optimizer follows: ours, those of the paper, or those of the authors' code."""
 
     OURS = "ours"
     FAITHFUL = "faithful"
@@ -26,54 +66,64 @@ class Mode(Enum):
 
     @classmethod
     def of(cls, *, faithful: bool, reference: bool) -> Mode:
-        """The mode that a constructor's flags mean."""
+        """Return the mode that a constructor's flags mean."""
         if faithful and reference:
             raise ArgumentError("reference", reference, "give faithful or reference, not both")
         return cls.FAITHFUL if faithful else cls.REFERENCE if reference else cls.OURS
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a constructor was given; None for what it was not."""
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """Values of hyperparameters that are not given."""
 
-    lr: float | torch.Tensor | None
-    damping: float | None
-    momentum: float
-    weight_decay: float
-    running_average: float | None
-    kl_clip: float
-    first_order: str | None
-    first_order_lr: float | None
-    first_order_weight_decay: float | None
-    betas: tuple[float, float]
-    eps: float
+    lr: float
+    damping: float
+    running_average: float
+    first_order: FirstOrderRule
+
+
+OURS = Preset(lr=0.04, damping=0.01, running_average=0.3, first_order="adamw")
+AUTHORS = Preset(lr=0.1, damping=0.03, running_average=0.95, first_order="sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """Hyperparameters as a constructor was given them; None for those that it was not."""
+
+    lr: Number | None
+    damping: Number | None
+    momentum: Number
+    weight_decay: Number
+    running_average: Number | None
+    kl_clip: Number
+    first_order: FirstOrderRule | None
+    first_order_lr: Number | None
+    first_order_weight_decay: Number | None
+    betas: tuple[Number, Number]
+    eps: Number
     maximize: bool
     foreach: bool | None
     capturable: bool
 
-    def defaults(self, mode: Mode, **others: Any) -> dict[str, Any]:
-        """The optimizer's defaults: what was given, and the mode's for what was not.
+    def defaults(self, mode: Mode, ours: Preset = OURS) -> dict[str, Any]:
+        """Return the optimizer's defaults: the values that were given, and the mode's for all others.
 
         Args:
-            mode: Ours or the authors'.
-            others: Defaults of ours that are a class' own.
+            mode: Our choices or the authors'.
+            ours: Our choices for the class.
         """
-        known = OURS | others if mode is Mode.OURS else AUTHORS
-        values = dict(vars(self))
-        for name, value in known.items():
-            if values[name] is None:
-                values[name] = value
+        preset = vars(ours if mode is Mode.OURS else AUTHORS)
+        values = {name: preset.get(name) if value is None else value for name, value in vars(self).items()}
         if values["first_order_weight_decay"] is None:
             values["first_order_weight_decay"] = values["weight_decay"]
         return {**values, "rule": None, "output_damping": None, "lr_ratio": 1.0}
 
 
-OURS: dict[str, Any] = {"lr": 0.04, "damping": 0.01, "running_average": 0.3, "first_order": "adamw"}
-AUTHORS: dict[str, Any] = {"lr": 0.1, "damping": 0.03, "running_average": 0.95, "first_order": "sgd"}
-
-
 def check_hyperparameters(defaults: dict[str, Any]) -> None:
-    """Raises for a value that no step can be taken with; tensors are not looked at, which would wait for a device."""
+    """Raise ArgumentError for a value that no step can be taken with.
+
+    Values of tensors are not read, which would wait for a device.
+    """
     for name, most in (("damping", sys.float_info.max), ("output_damping", sys.float_info.max), ("kl_clip", math.inf)):
         if defaults.get(name) is not None:
             _check_number(name, defaults[name], partial(_is_positive, most=most), "give a positive number")
@@ -91,13 +141,13 @@ def check_hyperparameters(defaults: dict[str, Any]) -> None:
         _check_number("betas", beta, lambda value: 0 <= value < 1, "give two numbers from 0 to below 1")
     remedy = "give the new value's weight, above 0 to 1"
     _check_number("running_average", defaults["running_average"], lambda value: 0 < value <= 1, remedy)
-    if defaults["first_order"] not in first_order.RULES:
-        raise ArgumentError("first_order", defaults["first_order"], f"use one of {', '.join(first_order.RULES)}")
+    if defaults["first_order"] not in FIRST_ORDER_RULES:
+        raise ArgumentError("first_order", defaults["first_order"], f"use one of {', '.join(FIRST_ORDER_RULES)}")
 
 
-def _check_number(name: str, value: Any, is_right: Callable[[Any], bool], remedy: str) -> None:
-    """Raises for what is neither a tensor nor a number that is right."""
-    if not isinstance(value, torch.Tensor) and not (isinstance(value, Real) and is_right(value)):
+def _check_number(name: str, value: object, is_valid: Callable[[Any], bool], remedy: str) -> None:
+    """Raise ArgumentError for a value that is neither a tensor nor a valid number."""
+    if not isinstance(value, torch.Tensor) and not (isinstance(value, Real) and is_valid(value)):
         raise ArgumentError(name, value, remedy)
 
 

@@ -21,10 +21,8 @@ from weakref import ref
 import torch
 
 from gradweave._logging import announce
-from gradweave.optim.first_order import SGD, rate_of
 from gradweave.optim.kernels.addresses import Addresses
 from gradweave.optim.kernels.step_inputs import (
-    Other,
     Unsuitable,
     addresses_of,
     flat_shape,
@@ -33,7 +31,8 @@ from gradweave.optim.kernels.step_inputs import (
     layer_shape,
 )
 from gradweave.optim.kernels.step_tables import Blocks, FlatShape, LayerShape, Segment, Tables, make_tables
-from gradweave.optim.rules import INPUTS, LEADING, LEAST, ROW, Manner, Number
+from gradweave.optim.rules import INPUTS, LEADING, LEAST, ROW, Number, UpdateRule
+from gradweave.optim.state import SGD, ParameterGroup, ParameterInGroup, learning_rate
 
 if TYPE_CHECKING:
     from gradweave.optim.base import Layer
@@ -64,16 +63,10 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def is_fusible(manner: Manner) -> bool:
+def is_fusible(rule: UpdateRule) -> bool:
     """Whether the kernels know a rule: our own, whose scales are each row's, with vectors known before the gradient."""
-    plain = (
-        manner.relative
-        and manner.decoupled
-        and manner.momentum_first
-        and not manner.divided
-        and not manner.nesterov_twice
-    )
-    return plain and manner.trust == ROW and manner.formula in (INPUTS, LEADING)
+    plain = rule.relative and rule.decoupled and rule.momentum_first and not rule.divided and not rule.nesterov_twice
+    return plain and rule.trust == ROW and rule.formula in (INPUTS, LEADING)
 
 
 @dataclass
@@ -105,7 +98,7 @@ class FusedStep:
         self._owner = ref(optimizer)
         self._last: tuple[Any, _Plan] | None = None
 
-    def take(self, optimizer: Any, layers: list[Layer], others: list[Other]) -> bool:
+    def take(self, optimizer: Any, layers: list[Layer], others: list[ParameterInGroup]) -> bool:
         """Takes a step whose state is prepared; False if that must be done in another way."""
         device = (layers[0].weight if layers else others[0][0]).device
         mine = self._owner() is optimizer
@@ -129,9 +122,9 @@ class FusedStep:
     def _plan(
         self,
         optimizer: Any,
-        groups: dict[int, dict[str, Any]],
+        groups: dict[int, ParameterGroup],
         layers: list[Layer],
-        others: list[Other],
+        others: list[ParameterInGroup],
         addresses: dict[str, list[int]],
         device: torch.device,
         *,
@@ -181,9 +174,9 @@ class _Step:
         self,
         optimizer: Any,
         plan: _Plan,
-        groups: list[dict[str, Any]],
+        groups: list[ParameterGroup],
         layers: list[Layer],
-        others: list[Other],
+        others: list[ParameterInGroup],
         addresses: dict[str, list[int]],
         *,
         capturing: bool,
@@ -219,11 +212,11 @@ class _Step:
         counts = self.plan.tables.count_of
         first_chunk = -(-counts["layers"] // _ROOM) * _ROOM
         squares = torch.zeros(first_chunk + counts["chunks"], dtype=torch.float32, device=self.plan.one.device)
-        inverse = self.optimizer._inverse_scale(self.plan.one.device)
+        inverse = self.optimizer.inverse_loss_scale(self.plan.one.device)
         scale = inverse.to(torch.float32).view(1) if isinstance(inverse, torch.Tensor) else self.plan.one
         self._make_vectors()
         self._measure(scale, squares, squares[first_chunk:])
-        keep = self.optimizer._may_step([squares.to(torch.float64).sum()])
+        keep = self.optimizer.may_step([squares.to(torch.float64).sum()])
         taken = keep.to(torch.int32).view(1)
         self._write(scale, taken)
         if self.others:
@@ -324,8 +317,8 @@ class _Step:
             yield p
 
 
-def _rate(group: dict[str, Any]) -> tuple[Number, bool]:
-    lr = rate_of(group)
+def _rate(group: ParameterGroup) -> tuple[Number, bool]:
+    lr = learning_rate(group)
     return (lr, True) if isinstance(lr, torch.Tensor) else (float(lr), False)
 
 
@@ -333,7 +326,7 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
-def _sign(group: dict[str, Any]) -> float:
+def _sign(group: ParameterGroup) -> float:
     return -1.0 if group["maximize"] else 1.0
 
 

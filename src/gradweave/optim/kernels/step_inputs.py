@@ -6,26 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradweave.optim.first_order import SGD
 from gradweave.optim.kernels.step_tables import FlatShape, LayerShape
+from gradweave.optim.state import SGD, ParameterGroup, ParameterInGroup, ParameterState
 
 if TYPE_CHECKING:
     from gradweave.optim.base import Layer
-
-Other = tuple[torch.Tensor, dict[str, Any]]
-"""A parameter without vectors, and its group."""
 
 
 class Unsuitable(Exception):  # noqa: N818
     """Why the kernels do not take a step."""
 
 
-def groups_of(layers: list[Layer], others: list[Other], device: torch.device) -> dict[int, dict[str, Any]]:
+def groups_of(layers: list[Layer], others: list[ParameterInGroup], device: torch.device) -> dict[int, ParameterGroup]:
     """Groups by identity, in the order of their number; numbers that are tensors are not for the kernels."""
     groups = {id(group): group for group in [*(layer.group for layer in layers), *(group for _, group in others)]}
-    names = ("momentum", "weight_decay", "damping", "output_damping", "running_average", "eps")
     for group in groups.values():
-        if any(isinstance(value, torch.Tensor) for value in (*(group[name] for name in names), *group["betas"])):
+        values = (
+            *(group["momentum"], group["weight_decay"], group["damping"], group["output_damping"]),
+            *(group["running_average"], group["eps"], *group["betas"]),
+        )
+        if any(isinstance(value, torch.Tensor) for value in values):
             raise Unsuitable("hyperparameters besides lr are tensors")
         lr = group["lr"]
         if isinstance(lr, torch.Tensor) and lr.device != device:
@@ -33,7 +33,7 @@ def groups_of(layers: list[Layer], others: list[Other], device: torch.device) ->
     return groups
 
 
-def addresses_of(optimizer: Any, layers: list[Layer], others: list[Other]) -> dict[str, list[int]]:
+def addresses_of(optimizer: Any, layers: list[Layer], others: list[ParameterInGroup]) -> dict[str, list[int]]:
     """Where everything is."""
     tensors = {
         "fixed": [x for layer in layers for x in _fixed_of(layer)],
@@ -44,7 +44,7 @@ def addresses_of(optimizer: Any, layers: list[Layer], others: list[Other]) -> di
     return {name: [0 if x is None else x.data_ptr() for x in values] for name, values in tensors.items()}
 
 
-def gradients_are_plain(layers: list[Layer], others: list[Other], addresses: dict[str, list[int]]) -> bool:
+def gradients_are_plain(layers: list[Layer], others: list[ParameterInGroup], addresses: dict[str, list[int]]) -> bool:
     """Whether gradients are such as those of a step whose shapes were looked at, all of them aligned."""
     if any(address % 16 for name in ("gradients", "flat_gradients") for address in addresses[name]):
         return False
@@ -54,7 +54,7 @@ def gradients_are_plain(layers: list[Layer], others: list[Other], addresses: dic
     return all(type(g) is torch.Tensor and g.dtype == torch.float32 and g.stride() == p.stride() for p, g in pairs)
 
 
-def layer_shape(layer: Layer, groups: dict[int, dict[str, Any]], device: torch.device) -> LayerShape:
+def layer_shape(layer: Layer, groups: dict[int, ParameterGroup], device: torch.device) -> LayerShape:
     """What a layer's tables depend on."""
     weight, state = layer.weight, layer.state
     vectors, outputs, record = state["input_vector"], state.get("output_vector"), state["record"]
@@ -80,9 +80,9 @@ def layer_shape(layer: Layer, groups: dict[int, dict[str, Any]], device: torch.d
 
 def flat_shape(
     p: torch.Tensor,
-    group: dict[str, Any],
-    state: dict[str, Any],
-    groups: dict[int, dict[str, Any]],
+    group: ParameterGroup,
+    state: ParameterState,
+    groups: dict[int, ParameterGroup],
     device: torch.device,
 ) -> FlatShape:
     """What the chunks of a parameter without vectors depend on."""
@@ -125,7 +125,7 @@ def _fixed_of(layer: Layer) -> list[torch.Tensor | None]:
     return [*own, state["record"], state["input_vector"], state.get("output_vector"), state["size"]]
 
 
-def _flat_state(p: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> list[torch.Tensor | None]:
+def _flat_state(p: torch.Tensor, state: ParameterState, group: ParameterGroup) -> list[torch.Tensor | None]:
     if group["rule"] == SGD:
         return [p, state["momentum_buffer"], None, None]
     return [p, state["exp_avg"], state["exp_avg_sq"], state["step"]]

@@ -1,16 +1,21 @@
-"""Which layers of a model have vectors, and their hooks."""
+"""Layers of a model that have vectors: their hooks, and the check that these run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from gradweave._logging import announce
 from gradweave._runtime.claims import PipelinePart, pipeline_part
+from gradweave.errors import GradweaveError
 from gradweave.optim.averaging import Ranks
+from gradweave.optim.kernels.step import is_capturing
+from gradweave.optim.state import ParameterState
 from gradweave.optim.statistics.attention_input import AttentionTap, attention_parts
 from gradweave.optim.statistics.attention_output import unseen_projections, watch_projections
 from gradweave.optim.statistics.device_hooks import Catcher
@@ -151,3 +156,77 @@ def coverable(
         yield name, module, layout, weight, bias
     if left_out:
         announce(f"optim: no vectors of {', '.join(left_out)}; the first-order rule updates their weights")
+
+
+class FirstStepCheck:
+    """A check, in the first step that moves a weight, that hooks have run in the layers whose weights have gradients.
+
+    They do not where Dynamo has compiled a model before it had hooks: it does not look for new ones. Whether there was
+    a backward at all, rather than gradients that were assigned, is told by hooks on the autograd nodes that accumulate
+    gradients. (Not by hooks on the parameters themselves: others count these, and with them autograd delivers gradients
+    in another way.)
+
+    Args:
+        layers: The layers with hooks.
+
+    Attributes:
+        is_done: Whether the check has been made, once and for all.
+    """
+
+    def __init__(self, layers: Sequence[CoveredLayer]) -> None:
+        self.is_done = False
+        self._layers = layers
+        # A list that the hooks share with this object: nodes live as long as their leaves, and must not keep more.
+        had_backward: list[bool] = []
+        self._had_backward = had_backward
+        weights = [layer.weight for layer in layers if layer.weight.requires_grad]
+        self._nodes = [torch.autograd.graph.get_gradient_edge(weight).node for weight in weights]
+        self._handles = [node.register_prehook(lambda _: _note(had_backward)) for node in self._nodes]
+
+    def close(self) -> None:
+        """Remove the hooks from autograd's nodes, and release these."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._nodes.clear()
+        self._layers = ()
+
+    def run(self, states: Mapping[torch.Tensor, ParameterState]) -> None:
+        """Raise GradweaveError if a backward has left gradients and no hook has run; warn if some have not.
+
+        Waits for the device, once.
+
+        Args:
+            states: States of the layers' weights.
+        """
+        used = [layer for layer in self._layers if layer.weight.grad is not None and layer.tap.record is not None]
+        if not used or is_capturing(used[0].weight.device):
+            return
+        counts = [layer.tap.count_of(states[layer.weight]["record"]).to("cpu") for layer in used]
+        unseen = [layer.name for layer, count in zip(used, counts, strict=True) if not float(count) > 0]
+        moved = not unseen or any(
+            bool((layer.weight.grad != 0).any()) for layer in used if layer.weight.grad is not None
+        )
+        if not moved:
+            return  # checkpoints take a step with gradients of zeros, to have state created
+        had_backward = bool(self._had_backward)
+        self.is_done = True
+        self.close()
+        if len(unseen) == len(used) and had_backward:
+            raise GradweaveError(
+                "there was a backward, and no hook of a layer has run: if the model was compiled and run before this "
+                "optimizer was made, call torch.compiler.reset() now; under torch.func and the like layers are not "
+                "seen, and need another optimizer"
+            )
+        if unseen:
+            named = ", ".join(unseen[:3]) + (f" and {len(unseen) - 3} more" if len(unseen) > 3 else "")
+            announce(
+                f"optim: {named} have gradients, and their inputs were not seen in the first step: until they are, "
+                "these gradients are used as they are",
+                level=logging.WARNING,
+            )
+
+
+def _note(had_backward: list[bool]) -> None:
+    if not had_backward:
+        had_backward.append(True)
