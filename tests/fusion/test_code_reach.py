@@ -70,6 +70,20 @@ class ImportsWhenItRuns(Simple):
         return p.grad * random.random()
 
 
+class ReadsItsClassByType(Simple):
+    scale = 0.5
+
+    def direction(self, group, p):
+        return p.grad * type(self).scale
+
+
+class ReadsItsClassByName(Simple):
+    scale = 0.5
+
+    def direction(self, group, p):
+        return p.grad * sum(ReadsItsClassByName.scale for _ in range(2))
+
+
 def make_with_a_closure():
     seen = []
 
@@ -92,7 +106,7 @@ class AsksAHelper(Simple):
 
 REACHING = [
     DrawsWithNumPy, DrawsFromItsOwnGenerator, ReadsASetting, ReadsAGlobalNumber, KeepsALog, CountsInItsClass,
-    ReadsAClass, ImportsWhenItRuns, make_with_a_closure(), AsksAHelper,
+    ReadsAClass, ImportsWhenItRuns, make_with_a_closure(), AsksAHelper, ReadsItsClassByType, ReadsItsClassByName,
 ]  # fmt: skip
 
 
@@ -116,14 +130,17 @@ def clipped(value, most):
 
 
 class Plain(Simple):
-    """Uses libraries, a helper, a constant, a property and another class."""
+    """Uses libraries, a helper, constants, a property, a number of its class and another class."""
+
+    MOST = 1.0
+    share = 1.0
 
     @property
     def half(self):
         return FACTOR
 
     def direction(self, group, p):
-        one = sum(math.sqrt(clipped(4.0, 1.0)) for _ in range(1))
+        one = sum(math.sqrt(clipped(4.0, type(self).MOST)) * self.share for _ in range(1))
         return p.grad * self.half * one if isinstance(p, nn.Parameter) else p.grad
 
 

@@ -206,6 +206,47 @@ def test_gradients_that_are_parts_of_one_buffer(mode):
         run("backward")
 
 
+def train_with_gradients_of_its_own(mode, start, *, of_one_buffer, **options):
+    """Gives gradients a place of their own from a step on, in which they are scaled between backward and step."""
+    model = make_net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    fusion = fuse(model, optimizer, mode, **options) if mode else None
+    sizes = [p.numel() for p in model.parameters()]
+    places = torch.zeros(sum(sizes)).split(sizes) if of_one_buffer else [torch.zeros(size) for size in sizes]
+    places = [place.view(p.shape) for place, p in zip(places, model.parameters(), strict=True)]
+    seen = []
+    for i, (x, y) in enumerate(batches(LONG)):
+        if i == start:
+            for p, place in zip(model.parameters(), places, strict=True):
+                p.grad = place
+        optimizer.zero_grad(set_to_none=i < start)
+        loss_of(model, x, y).backward()
+        if i >= start:
+            places[0].mul_(0.5)
+        optimizer.step()
+        seen.append([place.tolist() for place in places])
+    if fusion:
+        fusion.detach()
+    return model, optimizer, seen
+
+
+@pytest.mark.parametrize("of_one_buffer", [True, False])
+def test_gradients_that_the_loop_keeps(of_one_buffer):
+    """In backward mode they are refused in the first step, and left to step() later."""
+    with pytest.raises(GradweaveError, match=r"a \.grad is kept by the loop"):
+        train_with_gradients_of_its_own("backward", 0, of_one_buffer=of_one_buffer)
+    for start, mode, options in (
+        (0, "forward", {}),
+        (0, "auto", {"allow_backward": True}),
+        (5, "forward", {}),
+        (5, "backward", {}),
+    ):
+        expected = train_with_gradients_of_its_own(None, start, of_one_buffer=of_one_buffer)
+        trained = train_with_gradients_of_its_own(mode, start, of_one_buffer=of_one_buffer, **options)
+        assert_same(trained[:2], expected[:2])
+        assert trained[2] == expected[2], (start, mode)
+
+
 def test_weights_changed_through_data_are_refused_under_backward_before_they_differ():
     def odd(i, model, optimizer, loss):
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ import torch
 from torch import optim
 
 from fusion.loops import announce_again, assert_same, batches, loss_of, make_net
-from gradweave.errors import ArgumentError
+from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.fusion import fuse
 from gradweave.fusion.independence import check_independent
 
@@ -150,6 +150,27 @@ class TrustRatio(Simple):
         return p.grad * (p.norm().item() / norm) if norm > 0 else p.grad
 
 
+class SharesState(Simple):
+    """Has one count for all in the state of each."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        count = torch.zeros(())
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["count"] = count
+
+    def direction(self, group, p):
+        return p.grad / self.state[p]["count"].add_(1)
+
+
+class KeepsGradients(Simple):
+    """Adds up the last gradients, of which it has no copies."""
+
+    def direction(self, group, p):
+        last = self.state[p]["last"] = [*self.state[p].get("last", []), p.grad][-3:]
+        return torch.stack(last).sum(0)
+
+
 class NeedsParams(Simple):
     """Cannot be stepped with nothing to do."""
 
@@ -160,9 +181,10 @@ class NeedsParams(Simple):
 
 FAULTS = {
     GlobalNorm: "couples its parameters",
+    SharesState: "couples its parameters",
     GroupCounter: r"writes param_groups\[0\]\['step'\]",
     OwnCounter: "writes its attribute 'count'",
-    ClassCounter: r"writes the class attribute ClassCounter\.total",
+    ClassCounter: "reads its class attribute 'total'",
     Lookahead: r"writes param_groups\[0\]\['counter'\]",
     GlobalClip: "couples its parameters .* as a gradient that is large shows",
     SkipsBadGradients: "couples its parameters .* as a gradient that is infinite shows",
@@ -206,6 +228,33 @@ def test_under_auto_they_stay_in_stock_order(cls, caplog):
         trained = train(True)
     assert [record.getMessage().startswith("fuse: updates stay at step()") for record in caplog.records] == [True]
     assert_same(trained, train(False))
+
+
+@pytest.mark.parametrize("options", [{"mode": "forward"}, {"mode": "auto"}, {"mode": "auto", "allow_backward": True}])
+def test_gradients_that_an_optimizer_keeps_are_what_zero_grad_makes_of_them(options):
+    def train(fused):
+        model = make_net()
+        optimizer = KeepsGradients(model.parameters())
+        fusion = fuse(model, optimizer, **options) if fused else None
+        for i, (x, y) in enumerate(batches(60)):
+            optimizer.zero_grad(set_to_none=i % 3 == 0)
+            loss_of(model, x, y).backward()
+            optimizer.step()
+        if fusion:
+            fusion.detach()
+        return model, optimizer
+
+    model, optimizer = train(True)
+    expected, stock = train(False)
+    assert all(map(torch.equal, model.parameters(), expected.parameters()))
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        assert all(map(torch.equal, optimizer.state[p]["last"], stock.state[q]["last"]))
+
+
+def test_backward_refuses_an_optimizer_that_keeps_gradients():
+    model = make_net()
+    with pytest.raises(UnsupportedError, match="KeepsGradients: keeps gradients in its state"):
+        fuse(model, KeepsGradients(model.parameters()), "backward")
 
 
 def test_what_cannot_be_stepped_in_parts_is_refused():

@@ -392,6 +392,16 @@ def test_a_parameter_made_from_a_pending_one_shares_its_memory():
     same(tie)
 
 
+def test_a_pending_weight_that_is_swapped_for_another():
+    def swap(i, model, optimizer, x):
+        other = nn.Parameter(torch.ones_like(model.inner.weight))
+        if i == 4:
+            torch.utils.swap_tensors(model.inner.weight, other)
+        return other.detach().tolist()
+
+    same(swap)
+
+
 def test_a_graph_from_before_the_step_is_stale_as_in_stock():
     def run(mode):
         model = make_net()
@@ -421,7 +431,9 @@ def test_a_state_that_is_replaced_while_updates_are_pending():
 
 
 class Scaled(optim.Optimizer):
-    """Reads a number from an attribute, and others from a list in its group."""
+    """Reads numbers from an attribute, from its class, and from a list in its group."""
+
+    of_all = 1.0
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "factors": [1.0, 1.0]})
@@ -432,14 +444,18 @@ class Scaled(optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * self.scale * group["factors"][0])
+                    p.add_(p.grad, alpha=-group["lr"] * self.scale * self.of_all * group["factors"][0])
 
 
-@pytest.mark.parametrize("where", ["attribute", "list"])
-def test_numbers_that_change_behind_step_are_for_the_next(where):
+@pytest.mark.parametrize("where", ["attribute", "class", "list"])
+def test_numbers_that_change_behind_step_are_for_the_next(where, monkeypatch):
+    monkeypatch.setattr(Scaled, "of_all", 1.0)
+
     def change(i, model, optimizer, x):
         if where == "attribute":
             optimizer.scale = 1 / (2 + i)
+        elif where == "class":
+            Scaled.of_all = 1.0 if i == 7 else 1 / (2 + i)
         else:
             optimizer.param_groups[0]["factors"][0] = 1 / (2 + i)
 

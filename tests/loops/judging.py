@@ -23,7 +23,7 @@ from gradweave.reordering.lanes import InLine
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
 from loops.odd_loops import Loop, Run, batch_of
-from loops.subjects import Failure
+from loops.subjects import AVERAGING, Failure
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Technique:
         in_place = self.updates_in_backward and "modified by an inplace operation" in str(error)
         return isinstance(error, GradweaveError) or in_place
 
-    def promised(self, operations):
+    def promised(self, loop):
         """The operations of a loop without those that the documentation leaves out."""
         kept, begun = [], False
-        for operation in operations:
+        for operation in loop.operations:
             name, kind = operation[0], operation[-1]
-            if self.updates_in_backward and begun and (name == "save" or (name == "edit" and kind != "in place")):
-                continue  # a change through .data, or a checkpoint, between backward and step
+            if self.updates_in_backward and begun and self._sees_weights(name, kind, loop.body):
+                continue
             kept.append(operation)
             if self.splits and operation == ("backward", "fails"):
                 kept.append(("model_zero_grad",))  # what a backward that fails leaves in .grad is another part
@@ -63,6 +63,14 @@ class Technique:
         if self.updates_in_backward and begun:
             kept.append(("step", "plain"))
         return tuple(kept)
+
+    @staticmethod
+    def _sees_weights(name, kind, body):
+        """Whether what an operation between backward and step leaves behind depends on the weights it finds.
+
+        A change through .data, a checkpoint, and what a forward adds to a norm's running averages.
+        """
+        return name == "save" or (name == "edit" and kind != "in place") or (name == "forward" and body in AVERAGING)
 
     @staticmethod
     def leaves_begun(operation, begun):
@@ -164,7 +172,7 @@ def check(loop, technique):
     """Raises unless a technique gives what stock gives, or refuses in time if it may; says which."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loop = replace(loop, operations=technique.promised(loop.operations))
+        loop = replace(loop, operations=technique.promised(loop))
         return _compare(loop, _run_stock(loop), technique)
 
 

@@ -106,6 +106,10 @@ BODIES = {
 }
 
 
+AVERAGING = frozenset(("norm", "convolution"))
+"""Bodies whose forward, in training, updates running averages."""
+
+
 class Lookahead(optim.SGD):
     """Counts steps in its groups; every second one moves slow weights towards the fast ones."""
 

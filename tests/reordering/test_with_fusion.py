@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn, optim
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradweave._runtime import buckets
 from gradweave._runtime.deferred.late import LateGradient
@@ -411,3 +412,22 @@ def test_gradients_that_accumulate_on_another_stream():
     (losses, weights), (expected, stock) = run("side_stream"), run(None)
     assert torch.equal(losses, expected)
     assert all(torch.equal(a, b) for a, b in zip(weights, stock, strict=True))
+
+
+def test_what_is_traced_by_a_mode_that_sees_operations():
+    def train(attached):
+        model = net()
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        handles = [fuse(model, optimizer, "forward"), reorder(model, "side_stream")] if attached else []
+        outputs = []
+        for number in range(4):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(make_fx(model)(x)(x).detach())
+        for handle in handles:
+            handle.detach()
+        return [*outputs, *model.parameters()]
+
+    assert all(map(torch.equal, train(True), train(False)))

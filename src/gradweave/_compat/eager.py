@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
@@ -42,6 +42,12 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """A plain tensor with a tensor's memory, made without asking the tensor's class."""
     with no_torch_function():
         return torch.Tensor.detach(tensor)
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """Return how often C++ refers to a tensor; ``torch.utils.swap_tensors`` asks this first."""
+    count: int = torch.Tensor._use_count(tensor)  # type: ignore[attr-defined]
+    return count
 
 
 def other_function_modes() -> int:
@@ -378,6 +384,29 @@ def is_sole_user(tensor: torch.Tensor) -> bool:
     return (
         _use_count(storage._cdata) == _SOLE_USE and _references_to(storage) == _SOLE_REFERENCE and storage.resizable()
     )
+
+
+def are_kept(grads: Sequence[torch.Tensor | None]) -> bool:
+    """Return whether anything but ``.grad`` can see one of the gradients in a list, and could before this backward.
+
+    A backward puts a new tensor into ``.grad``, whose version is 0, or adds in place to the one that is there.
+    """
+    return any(
+        type(grad) is torch.Tensor
+        and grad._version > 0
+        and (_references_to(grad) > _REFERENCES_TO_GRADIENT or storage_users(grad) > 1)
+        for grad in grads
+    )
+
+
+def _references_to_gradient() -> int:
+    p = torch.nn.Parameter(torch.empty(1))
+    p.grad = torch.empty(1)
+    return next(_references_to(grad) for grad in [p.grad])
+
+
+_REFERENCES_TO_GRADIENT = _references_to_gradient()
+"""How many there are to one that is in ``.grad``, and in a list that a generator goes through."""
 
 
 def _references() -> tuple[int, int]:

@@ -28,7 +28,7 @@ from gradweave.fusion.auto import AutoEngine
 from gradweave.fusion.backward import BackwardEngine
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.grad_norm import NormTracker
-from gradweave.fusion.independence import check_independent
+from gradweave.fusion.independence import check_independent, keeps_gradients
 from gradweave.fusion.optimizer_step import begins_whole
 from gradweave.fusion.step_hooks import StepHooks
 
@@ -90,6 +90,14 @@ def fuse(
             if mode != "auto":
                 raise
             never = f"{type(own).__name__} {refusal.remedy}"
+        if not never and (mode == "backward" or allow_backward) and keeps_gradients(own):
+            if mode == "backward":
+                raise UnsupportedError(
+                    type(own).__name__,
+                    'keeps gradients in its state, and mode="backward" frees them',
+                    'use mode="forward"',
+                )
+            allow_backward = False
     return Fusion(model, own, mode, allow_backward=allow_backward, never=never, track_grad_norm=track_grad_norm)
 
 

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import at_end_of_backward, current_backward, gradient_hooks, storage_users
+from gradweave._compat.eager import (
+    are_kept,
+    at_end_of_backward,
+    current_backward,
+    gradient_hooks,
+    storage_users,
+)
 from gradweave._runtime.buckets import Bucket, make_buckets, same_groups, same_objects
 from gradweave._runtime.deferred.forbidden import GradientGuard, guard_gradient
 from gradweave._runtime.deferred.late import settle_gradients
@@ -53,6 +59,7 @@ class BackwardEngine:
         self._watched: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._watched_in = -1
         self._watched_whole = False
+        self._watched_kept = False
         self._thrown_away = 0
         self._weights: dict[nn.Parameter, torch.Tensor] = {}
         self._spent: list[tuple[Sequence[nn.Parameter], list[GradientGuard], list[int]]] = []
@@ -142,6 +149,7 @@ class BackwardEngine:
         running = current_backward()
         if running != self._watched_in:
             self._begin_watching(p, running)
+        self._watched_kept |= are_kept([p.grad])
         self._watched[p] = (p.grad, p._version)
         p.grad = self._guards[p]
 
@@ -157,6 +165,7 @@ class BackwardEngine:
             self._watched.clear()
         self._watched_in = running
         self._watched_whole = False
+        self._watched_kept = False
         at_end_of_backward(self._end_watched_backward)
         with torch.no_grad():
             self._weights = {q: digest(q.detach()) for q in self._known}
@@ -231,6 +240,8 @@ class BackwardEngine:
             if grad is None or type(grad) is GradientGuard:
                 return
         self._check_gradient(grads[-1])  # type: ignore[arg-type]
+        if are_kept(grads):  # perhaps for the loop to change them before step(), which then takes care of them
+            return
         if self._settings is None:
             self._stale = not same_groups(self.optimizer, self._groups)
         if self._stale or not _fits(guards[-1], bucket.params[-1]):
@@ -330,10 +341,10 @@ class BackwardEngine:
                 'a weight was changed through .data between backward() and step(): mode="backward" updates it during '
                 f"backward, so that the order would differ from stock; change it after step(), or {REMEDY}"
             )
-        if any(storage_users(grad) > 1 for grad, _ in self._watched.values()):
+        if self._watched_kept or any(storage_users(grad) > 1 for grad, _ in self._watched.values()):
             raise GradweaveError(
-                'a .grad shares its memory with another tensor (a flat buffer of gradients?): mode="backward" frees '
-                f"gradients during backward, so that the other would not see them; {REMEDY}"
+                "a .grad is kept by the loop, or shares its memory with another tensor (a flat buffer of gradients?): "
+                f'mode="backward" frees gradients during backward, so that the other would not see them; {REMEDY}'
             )
 
     def _count(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from gradweave.fusion.optimizer_step import cannot_change, is_data
+from gradweave.fusion.optimizer_step import cannot_change, class_numbers, is_data
 
 _TRUSTED = frozenset(
     (
@@ -46,6 +46,40 @@ def _faults(optimizer: Optimizer) -> Iterator[str]:
     for owner in type(optimizer).__mro__:
         if not is_trusted(owner.__module__):
             yield from _faults_of_class(owner, f"the class attribute {owner.__name__}.", seen)
+            yield from _reads_past_the_instance(owner, class_numbers(optimizer).keys())
+
+
+def _reads_past_the_instance(owner: type, names: Iterable[str]) -> Iterator[str]:
+    """Reads of the class's numbers as ``type(self).name`` or ``Class.name``; ``self.name`` can be frozen for an update.
+
+    A name in capitals is a constant.
+    """
+    changing = {name for name in names if not name.isupper()}
+    for value in vars(owner).values():
+        for function in _functions_of(value):
+            if not changing or not isinstance(function := unwrap(function), FunctionType):
+                continue
+            me = function.__code__.co_varnames[:1]
+            for code in nested_code(function.__code__):
+                before: Any = None
+                for step in dis.get_instructions(code):
+                    if (
+                        step.opname in ("LOAD_ATTR", "LOAD_METHOD")
+                        and step.argval in changing
+                        and not _loads(before, me)
+                    ):
+                        yield (
+                            f"reads its class attribute {step.argval!r}, not through self, which may be another one "
+                            "when updates are put off (keep it in a group)"
+                        )
+                    before = before if step.opname == "COPY" else step
+
+
+def _loads(step: Any, names: tuple[str, ...]) -> bool:
+    """Whether an instruction's last effect is to load one of some local variables."""
+    if step is None or not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+        return False
+    return (step.argval[-1] if isinstance(step.argval, tuple) else step.argval) in names
 
 
 def _faults_of_class(owner: type, named: str, seen: set[int]) -> Iterator[str]:

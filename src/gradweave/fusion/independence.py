@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import own_step
+from gradweave._compat.eager import flat_leaves, memory_of, own_step
 from gradweave.errors import ArgumentError
 from gradweave.fusion.code_reach import find_reach, is_torchs
 from gradweave.fusion.influence import find_influence
@@ -83,6 +83,19 @@ def _fault_of(optimizer: Optimizer) -> str:
         with _left_as_it_was(optimizer):
             fault = find_influence(optimizer)
     return fault
+
+
+def keeps_gradients(optimizer: Optimizer) -> bool:
+    """Return whether a step leaves gradients themselves in the state, for the next ``zero_grad()`` to change them."""
+    if is_torchs(optimizer):
+        return False
+    with _left_as_it_was(optimizer):
+        tiny = _tiny_copy(optimizer)
+        _set_gradients(tiny, torch.Generator().manual_seed(2))
+        gradients = {memory_of(p.grad) for p in _params(tiny) if p.grad is not None}
+        own_step(tiny)(tiny)
+    leaves = flat_leaves(list(tiny.state.values()))
+    return any(isinstance(leaf, torch.Tensor) and memory_of(leaf) in gradients for leaf in leaves)
 
 
 def _step_around_a_parents(cls: type[Optimizer]) -> str:
@@ -233,6 +246,7 @@ def _tiny_copy(optimizer: Optimizer) -> Optimizer:
     state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
     replaced: dict[int, Any] = {id(optimizer.state): state}
     kept: set[int] = set()
+    corners: dict[int, Any] = {}
     for group in optimizer.param_groups:
         of_kind: dict[Any, int] = defaultdict(int)
         for p in group["params"]:
@@ -245,7 +259,7 @@ def _tiny_copy(optimizer: Optimizer) -> Optimizer:
             replaced[id(p)] = nn.Parameter(tiny.to(device=p.device, dtype=p.dtype))
             kept.add(id(replaced[id(p)]))
             if optimizer.state.get(p):
-                state[replaced[id(p)]] = {key: _corner(value) for key, value in optimizer.state[p].items()}
+                state[replaced[id(p)]] = {key: _corner(value, corners) for key, value in optimizer.state[p].items()}
     tiny_optimizer = copy.deepcopy(optimizer, replaced)
     for group in tiny_optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
@@ -257,11 +271,13 @@ _LEFT_OUT = object()
 """Stands for a parameter in a copy that does without it."""
 
 
-def _corner(value: Any) -> Any:
-    """The first elements of a tensor in each dimension; a copy of anything else."""
+def _corner(value: Any, corners: dict[int, Any]) -> Any:
+    """Return the first elements of a tensor in each dimension, or a copy of anything else; the same of the same."""
     if isinstance(value, torch.Tensor):
-        return value[tuple(slice(_SIDE) for _ in value.shape)].clone()
-    return copy.deepcopy(value)
+        if id(value) not in corners:
+            corners[id(value)] = value[tuple(slice(_SIDE) for _ in value.shape)].clone()
+        return corners[id(value)]
+    return copy.deepcopy(value, corners)
 
 
 def _same(one: Optimizer, other: Optimizer) -> bool:

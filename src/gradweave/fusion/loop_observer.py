@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import map_nested, metadata_guard, no_torch_function
+from gradweave._compat.eager import are_kept, map_nested, metadata_guard, no_torch_function
 from gradweave._runtime.deferred.pending import METADATA
 from gradweave.fusion.optimizer_step import FrozenStep
 
@@ -101,6 +101,9 @@ class LoopObserver:
             self.note("has gradients of another type than weights")
             return
         if isinstance(p.grad, _ObservedGradient):
+            return
+        if are_kept([p.grad]):
+            self.note("keeps gradients")
             return
         if not self._real:
             self._settings = FrozenStep(self.optimizer).groups

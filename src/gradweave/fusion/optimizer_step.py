@@ -29,7 +29,7 @@ class FrozenStep:
         self.groups = [
             {key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        self.attributes = own_numbers(optimizer)
+        self.attributes = {**class_numbers(optimizer), **own_numbers(optimizer)}
         for name in _SCALER_ATTRIBUTES:
             if (value := getattr(optimizer, name, None)) is not None:
                 self.attributes[name] = _own(value)
@@ -53,6 +53,24 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
 def own_numbers(optimizer: Optimizer) -> dict[str, Any]:
     """Of these the ones that hold plain data or tensors, as they are now."""
     return {name: _own(value) for name, value in attributes_of(optimizer).items() if is_data(value)}
+
+
+def class_numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the plain data and tensors that an optimizer's class holds, as they are now, unless it is torch's own.
+
+    A step that reads one through the optimizer finds it in the stand-in that carries the update out.
+    """
+    owners = [owner for owner in reversed(type(optimizer).__mro__) if not _is_of_torch(owner)]
+    return {
+        name: _own(value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if is_data(value) and not name.startswith(("__", *_OF_OTHERS)) and name not in _OF_ALL_OPTIMIZERS
+    }
+
+
+def _is_of_torch(owner: type) -> bool:
+    return owner is object or owner.__module__.startswith("torch.")
 
 
 def copy_attributes(optimizer: Optimizer, trial: Optimizer, memo: dict[int, Any]) -> None:

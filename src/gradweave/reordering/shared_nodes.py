@@ -16,7 +16,14 @@ from weakref import WeakSet, WeakValueDictionary, ref
 import torch
 from torch.autograd import Function
 
-from gradweave._compat.eager import alias_of, current_backward, keeps_graph, no_torch_function, stream_teller
+from gradweave._compat.eager import (
+    alias_of,
+    current_backward,
+    keeps_graph,
+    no_torch_function,
+    stream_teller,
+    watchers,
+)
 from gradweave.reordering.autocast_cache import Casts, is_cast_once
 from gradweave.reordering.gradient_node import add, in_precision
 from gradweave.reordering.queue import Gradients, Task, WeightGradientQueue
@@ -321,6 +328,8 @@ class _SharedTap(Function):
     def forward(ctx: Any, pending: _SharedPending, *params: torch.Tensor) -> Any:
         ctx.pending = pending
         ctx.set_materialize_grads(False)
+        if watchers():  # a mode that sees operations may not know the class of a parameter that is pending
+            return tuple(p.detach() for p in params)
         return tuple(map(alias_of, params))  # of one that is pending too: its update comes at its use
 
     @staticmethod

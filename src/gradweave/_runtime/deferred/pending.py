@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave._compat.eager import alias_of, no_torch_function
+from gradweave._compat.eager import alias_of, no_torch_function, use_count
 from gradweave.errors import GradweaveError
 
 _ATTRIBUTES = (
@@ -71,6 +71,11 @@ def pending_class(resolve: Callable[[nn.Parameter], None]) -> type[nn.Parameter]
         @grad.deleter
         def grad(self) -> None:
             self.grad = None
+
+        def _use_count(self) -> int:
+            # torch.utils.swap_tensors asks this, and then exchanges classes and memory without another word.
+            resolve(self)
+            return use_count(self)
 
         def detach(self) -> Any:
             resolve(self)
