@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from fusion.loops import adamw, assert_same, batches, loss_of, make_net, train
-from gradweave.fusion import auto, fuse
+from gradweave._runtime.ab_trial import RULES, ABTrial
+from gradweave.fusion import fuse
 
-SETTLED = 1 + 3 * auto.ROUNDS * (auto.WARM_UP_STEPS + auto.TIMED_STEPS)
+SETTLED = 1 + 3 * RULES.rounds * RULES.steps
 
 
 def run(mode, steps, before_step=None, micro=1, *, allow_backward=True):
@@ -31,17 +32,12 @@ def run(mode, steps, before_step=None, micro=1, *, allow_backward=True):
 
 
 def clock(monkeypatch, seconds):
-    """Makes modes take the given times, as far as auto can see."""
-    now = 0.0
+    """Makes modes take the given times, in all rounds or by round, as far as auto can see."""
 
-    def tick(self):
-        nonlocal now
-        if self._step == auto.WARM_UP_STEPS + auto.TIMED_STEPS:
-            taken = seconds[self._schedule[0]]
-            now += taken[len(self._times[self._schedule[0]])] if isinstance(taken, list) else taken
-        return now
+    def measured(trial):
+        return [takes if isinstance(takes, list) else [takes] * RULES.rounds for takes in map(seconds.get, trial.ways)]
 
-    monkeypatch.setattr(auto.AutoEngine, "_now", tick)
+    monkeypatch.setattr(ABTrial, "seconds", measured)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import torch
 from torch import nn, optim
 
 from fusion.loops import Net, adamw, assert_same, batches, loss_of, make_net
+from gradweave._runtime.ab_trial import RULES
 from gradweave.errors import GradweaveError, UnsupportedError
-from gradweave.fusion import auto, fuse
+from gradweave.fusion import fuse
 
-LONG = 1 + 3 * auto.ROUNDS * (auto.WARM_UP_STEPS + auto.TIMED_STEPS) + 4
+LONG = 1 + 3 * RULES.rounds * RULES.steps + 4
 
 
 def sgd(model):

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from fusion.loops import adamw, announce_again, assert_same, batches, loss_of, make_net
 from gradweave._runtime import buckets
+from gradweave._runtime.ab_trial import RULES
 from gradweave.errors import GradweaveError
-from gradweave.fusion import auto, fuse
+from gradweave.fusion import fuse
 
-LONG = 1 + 2 * auto.ROUNDS * (auto.WARM_UP_STEPS + auto.TIMED_STEPS) + 4
+LONG = 1 + 2 * RULES.rounds * RULES.steps + 4
 
 
 def pending(model):

@@ -4,9 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from gradweave._runtime import buckets
-from gradweave.fusion import auto
-from gradweave.reordering import auto as split_auto
+from gradweave._runtime import ab_trial, buckets
 from loops.judging import TECHNIQUES, check, clock
 from loops.odd_loops import loops
 
@@ -24,10 +22,8 @@ def technique(request, monkeypatch):
     """A technique in small: several buckets of a tiny model, trials of a step each that end in a known choice."""
     monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", {"forward": 100, "backward": 100})
     made = TECHNIQUES[request.param]
-    for module in (auto, split_auto):
-        for name in ("WARM_UP_STEPS", "TIMED_STEPS", "ROUNDS"):
-            monkeypatch.setattr(module, name, 1)
-        monkeypatch.setattr(module, "time", clock(made.faster))
+    monkeypatch.setattr(ab_trial, "RULES", ab_trial.TrialRules(warm_up=1, timed=1, rounds=1))
+    monkeypatch.setattr(ab_trial, "time", clock(made.faster))
     return made
 
 

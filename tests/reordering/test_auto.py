@@ -8,6 +8,7 @@ import torch
 from torch import nn, optim
 
 from gradweave import _logging
+from gradweave._runtime.ab_trial import RULES, ABTrial
 from gradweave.reordering import auto
 from gradweave.reordering.api import Reordering, is_reordered, reorder
 from gradweave.reordering.auto import Trial, predicted
@@ -15,7 +16,7 @@ from gradweave.reordering.lanes import InLine
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
 
-STEPS = 2 * auto.ROUNDS * (auto.WARM_UP_STEPS + auto.TIMED_STEPS)
+STEPS = 2 * RULES.rounds * RULES.steps
 
 
 @pytest.fixture(autouse=True)
@@ -29,17 +30,9 @@ def net():
 
 
 def clock(monkeypatch, stock, split):
-    """Makes forward and backward take the given times, by round, as far as the trial can see."""
-    now = 0.0
-
-    def tick(self):
-        nonlocal now
-        if self._began is not None:
-            taken = split if self.splits else stock
-            now += taken[len(self._times[self.splits])] if isinstance(taken, list) else taken
-        return now
-
-    monkeypatch.setattr(Trial, "_now", tick)
+    """Makes forward and backward take the given times, in all rounds or by round, as far as the trial can see."""
+    seconds = [takes if isinstance(takes, list) else [takes] * RULES.rounds for takes in (stock, split)]
+    monkeypatch.setattr(ABTrial, "seconds", lambda _: seconds)
 
 
 def train(handle_of, steps, loop=lambda model, x: model(x).square().sum().backward()):
@@ -82,8 +75,9 @@ def test_what_pays_in_every_round_is_kept(monkeypatch, caplog, stock, split, cho
 def test_both_are_really_tried():
     _, handle = train(tried, STEPS)
     assert handle._trial.chosen is not None
-    assert [len(times) for times in handle._trial._times.values()] == [auto.ROUNDS, auto.ROUNDS]
-    assert all(seconds > 0 for times in handle._trial._times.values() for seconds in times)
+    measured = handle._trial._trial.seconds()
+    assert [len(times) for times in measured] == [RULES.rounds, RULES.rounds]
+    assert all(seconds > 0 for times in measured for seconds in times)
     assert handle.most_bytes_held > 0
 
 
@@ -116,9 +110,9 @@ def test_a_forward_that_fails_is_not_timed(monkeypatch):
     handle = tried(model)
     with pytest.raises(RuntimeError):
         model(torch.ones(1, 3))
-    assert handle._trial._began is None
+    assert not handle._trial._is_in_step
     model(torch.ones(1, 4)).sum().backward()
-    assert len(handle._trial._spans) == 1
+    assert handle._trial._trial._steps == 1
 
 
 def test_nothing_is_installed_on_a_cpu(caplog):

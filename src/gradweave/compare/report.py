@@ -7,9 +7,9 @@ import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from gradweave._runtime.ab_trial import RULES
 from gradweave.compare.results import Comparison, Result
 from gradweave.compare.trial import PARTS
-from gradweave.fusion.auto import WORTH_IT
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -71,7 +71,7 @@ def _legend(comparison: Comparison) -> str:
     ]
     if any(result.label == "auto" for result in comparison.results):
         lines.append(
-            f"auto leaves stock order only for what was at least {1 - WORTH_IT:.0%} faster in the median, and faster "
+            f"auto leaves stock order only for what was at least {1 - RULES.most:.0%} faster in the median, and faster "
             "in every one of its own rounds: a lower time among those that it gives does not decide alone."
         )
     return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +14,8 @@ from torch.optim import Optimizer
 
 from gradweave._compat.eager import is_being_traced
 from gradweave._logging import announce
+from gradweave._runtime import ab_trial
+from gradweave._runtime.ab_trial import ABTrial, HostClock
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave.fusion.backward import BackwardEngine
 from gradweave.fusion.forward import ForwardEngine
@@ -22,12 +23,7 @@ from gradweave.fusion.grad_norm import NormTracker
 from gradweave.fusion.loop_observer import LoopObserver
 from gradweave.fusion.unseen_readers import TRACED, why_never
 
-WARM_UP_STEPS = 2
-TIMED_STEPS = 4
-ROUNDS = 3
-WORTH_IT = 0.97
-"""A mode must take at most this share of stock order's time to be kept, and less than it in every round: on a busy
-machine one round of four steps says little."""
+Choice = Literal["stock", "forward", "backward"]
 _AS_GOOD = 0.99
 """Backward is preferred, since it saves memory, if it is slower than forward by no more than this."""
 
@@ -51,15 +47,14 @@ class AutoEngine:
         self, model: nn.Module, optimizer: Optimizer, norms: NormTracker, *, allow_backward: bool, never: str
     ) -> None:
         self.optimizer = optimizer
-        self.chosen: str | None = None
+        self.chosen: Choice | None = None
         self._model = model
         self._norms = norms
         self._accumulating = False
         self._observer: LoopObserver | None = None
         self._reason = ""
         self._engine: BackwardEngine | ForwardEngine | None = None
-        self._times: dict[str, list[float]] = {}
-        self._candidates: list[str] = []
+        self._trial: ABTrial[Choice] | None = None
         self._on_model = model.register_forward_pre_hook(ModuleHook(self._entered), prepend=True)
         try:
             self._begin(never, allow_backward=allow_backward)
@@ -119,14 +114,22 @@ class AutoEngine:
         if self._observer is not None:
             return "observing the first step"
         if self.chosen is None:
-            return f"measuring {', '.join(self._candidates)}; {self._reason}"
-        timed = "".join(f"{name} {median(times) * 1e3:.3f} ms, " for name, times in self._times.items() if times)
-        if timed and self.chosen == "stock":
-            timed += f"and another is kept only if it is {1 - WORTH_IT:.0%} faster, and faster in every round; "
+            tried = self._trial.ways if self._trial is not None else ()
+            return f"measuring {', '.join(tried)}; {self._reason}"
+        timed = "".join(f"{name} {seconds * 1e3:.3f} ms, " for name, seconds in self._typical().items())
+        if self._trial is not None and timed and self.chosen == "stock":
+            gain = 1 - self._trial.rules.most
+            timed += f"and another is kept only if it is {gain:.0%} faster, and faster in every round; "
         doing = self._engine.describe() if self._engine is not None else "updates at step()"
         return f"chose {self.chosen} ({timed}{self._reason}): {doing}"
 
-    def _use(self, name: str, *, keep_guards: bool = True) -> None:
+    def _typical(self) -> dict[Choice, float]:
+        """Return the median seconds of a step, by what was tried."""
+        if self._trial is None:
+            return {}
+        return {way: median(own) for way, own in zip(self._trial.ways, self._trial.seconds(), strict=True) if own}
+
+    def _use(self, name: Choice, *, keep_guards: bool = True) -> None:
         engine, self._engine = self._engine, None
         if isinstance(engine, BackwardEngine):
             engine.detach(keep_guards=keep_guards)
@@ -159,8 +162,8 @@ class AutoEngine:
             self._end_observation(self._observer)
         elif isinstance(self._engine, ForwardEngine) and self._engine.stopped:
             self._settle_for_stock(self._engine.stopped)
-        elif self.chosen is None:
-            self._advance()
+        elif self.chosen is None and self._trial is not None:
+            self._advance(self._trial)
 
     def _end_observation(self, observer: LoopObserver) -> None:
         observer.detach()
@@ -170,19 +173,18 @@ class AutoEngine:
         else:
             self._start_trials(["stock", "forward", "backward"], "the loop leaves gradients alone")
 
-    def _start_trials(self, candidates: list[str], reason: str) -> None:
-        self._candidates = candidates
+    def _start_trials(self, candidates: Sequence[Choice], reason: str) -> None:
         self._reason = reason
-        self._times = {name: [] for name in candidates}
-        self._schedule = candidates * ROUNDS
-        self._step = 0
-        self._use(self._schedule[0])
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        device = next((p.device for p in params if p.is_cuda), torch.device("cpu"))
+        self._trial = ABTrial(candidates, HostClock(device), rules=ab_trial.RULES)
+        self._use(self._trial.current)
 
     def _settle_for_stock(self, reason: str) -> None:
         """Stock order from now on, unmeasured: said once."""
         self.chosen = "stock"
         self._reason = reason
-        self._times = {}
+        self._trial = None
         self._on_model.remove()
         self._use("stock", keep_guards=False)
         announce(f"fuse: updates stay at step(), in stock order: {reason}", level=logging.WARNING)
@@ -194,35 +196,20 @@ class AutoEngine:
         if is_being_traced() and self.chosen != "stock":
             self._settle_for_stock(TRACED)
 
-    def _advance(self) -> None:
-        """One step of the current trial is over."""
-        self._step += 1
-        if self._step == WARM_UP_STEPS:
-            self._began = self._now()
-        elif self._step == WARM_UP_STEPS + TIMED_STEPS:
-            seconds = (self._now() - self._began) / TIMED_STEPS
-            self._times[self._schedule.pop(0)].append(seconds)
-            self._step = 0
-            if self._schedule:
-                self._use(self._schedule[0])
-            else:
-                self._choose()
+    def _advance(self, trial: ABTrial[Choice]) -> None:
+        """Note that a step of the trial is over, and go on to the next turn, or to the choice."""
+        before = trial.turns_left
+        trial.step_ended()
+        if trial.is_over:
+            self._choose(trial)
+        elif trial.turns_left != before:
+            self._use(trial.current)
 
-    def _now(self) -> float:
-        if torch.cuda.is_available() and any(
-            p.is_cuda for group in self.optimizer.param_groups for p in group["params"]
-        ):
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _choose(self) -> None:
-        typical = {name: median(times) for name, times in self._times.items()}
-        fused = {name: seconds for name, seconds in typical.items() if name != "stock"}
-        best = min(fused, key=fused.__getitem__)
-        if "backward" in fused and fused["backward"] * _AS_GOOD <= fused[best]:
-            best = "backward"
-        always = all(a < b for a, b in zip(self._times[best], self._times["stock"], strict=True))
-        self.chosen = best if always and fused[best] <= WORTH_IT * typical["stock"] else "stock"
+    def _choose(self, trial: ABTrial[Choice]) -> None:
+        typical, paying = self._typical(), trial.paying()
+        self.chosen = paying[0] if paying else "stock"
+        if "backward" in paying and typical["backward"] * _AS_GOOD <= typical[self.chosen]:
+            self.chosen = "backward"
         self._use(self.chosen)
         if self.chosen == "stock":
             self._on_model.remove()

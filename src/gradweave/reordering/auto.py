@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from statistics import median
+from typing import Literal
 
 import torch
 
 from gradweave._compat.eager import at_end_of_backward, current_backward, flat_leaves
 from gradweave._logging import announce
+from gradweave._runtime import ab_trial
+from gradweave._runtime.ab_trial import ABTrial, Clock, HostClock
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.policies import plan
 
-WARM_UP_STEPS = 2
-TIMED_STEPS = 4
-ROUNDS = 3
-WORTH_IT = 0.97
-"""Most of stock order's time that it may take to be kept; measured, it must also be faster in every round."""
+Choice = Literal["stock", "side_stream"]
 PATIENCE = 100
 """Forwards without a backward after which nothing is tried any more."""
 
@@ -35,15 +33,14 @@ class Trial:
         reason: Why.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, clock: Clock | None = None) -> None:
         self.splits = False
-        self.chosen: str | None = None
+        self.chosen: Choice | None = None
         self.reason = ""
         self._device = device
-        self._schedule = [False, True] * ROUNDS
-        self._times: dict[bool, list[float]] = {False: [], True: []}
-        self._spans: list[float] = []
-        self._began: float | None = None
+        ways: list[Choice] = ["stock", "side_stream"]
+        self._trial = ABTrial(ways, clock or HostClock(device), rules=ab_trial.RULES, each_step=True)
+        self._is_in_step = False
         self._ends_with: int | None = None
         self._unanswered = 0
 
@@ -59,8 +56,9 @@ class Trial:
         self._unanswered += 1
         if self._unanswered > PATIENCE:
             self._choose("stock", f"{PATIENCE} forwards were followed by no backward from what they return")
-        elif self._began is None:
-            self._began = self._now()
+        else:
+            self._is_in_step = True
+            self._trial.begin_step()
 
     def end_forward(self, output: object) -> None:
         """The forward is through: its backward will begin with one of these."""
@@ -70,7 +68,8 @@ class Trial:
         for tensor in returned:
             tensor.register_hook(self._in_backward)
         if not returned:
-            self._began = None
+            self._is_in_step = False
+            self._trial.cancel_step()
 
     def _in_backward(self, _: torch.Tensor) -> None:
         if self._ends_with != current_backward():
@@ -78,34 +77,21 @@ class Trial:
             at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        if self.chosen is not None or self._began is None:
+        if self.chosen is not None or not self._is_in_step:
             return
-        self._spans.append(self._now() - self._began)
-        self._began = None
+        self._is_in_step = False
         self._unanswered = 0
-        if len(self._spans) == WARM_UP_STEPS + TIMED_STEPS:
-            self._times[self._schedule.pop(0)].append(sum(self._spans[WARM_UP_STEPS:]) / TIMED_STEPS)
-            self._spans = []
-            if self._schedule:
-                self.splits = self._schedule[0]
-            else:
-                self._judge()
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+        self._trial.end_step()
+        self.splits = self._trial.current != "stock"
+        if self._trial.is_over:
+            self._judge()
 
     def _judge(self) -> None:
-        stock, split = self._times[False], self._times[True]
-        timed = (
-            f"forward and backward took {1e3 * median(stock):.3f} ms in stock order, {1e3 * median(split):.3f} ms so"
-        )
-        always = all(a < b for a, b in zip(split, stock, strict=True))
-        pays = always and median(split) <= WORTH_IT * median(stock)
-        self._choose("side_stream" if pays else "stock", timed)
+        stock, split = map(median, self._trial.seconds())
+        timed = f"forward and backward took {1e3 * stock:.3f} ms in stock order, {1e3 * split:.3f} ms so"
+        self._choose("side_stream" if self._trial.paying() else "stock", timed)
 
-    def _choose(self, chosen: str, reason: str) -> None:
+    def _choose(self, chosen: Choice, reason: str) -> None:
         self.chosen, self.reason = chosen, reason
         self.splits = chosen != "stock"
         announce(f"reorder: {self.describe()}")
@@ -113,7 +99,7 @@ class Trial:
     def describe(self) -> str:
         """What was chosen, and why."""
         if self.chosen is None:
-            return f"measuring stock order and split layers in turn, {len(self._schedule)} turns to go"
+            return f"measuring stock order and split layers in turn, {self._trial.turns_left} turns to go"
         doing = "weight gradients on a second stream" if self.splits else "the step is left alone"
         return f"{doing}: {self.reason}"
 
@@ -122,4 +108,5 @@ def predicted(costs: Costs) -> tuple[bool, str]:
     """Whether the joint schedule of measured costs is worth carrying out, and why."""
     graph = single(costs)
     stock, joint = (plan(graph, policy=policy).simulate().step_time for policy in ("in_order", "joint"))
-    return joint <= WORTH_IT * stock, f"a step should take {1e3 * stock:.3f} ms in stock order, {1e3 * joint:.3f} ms so"
+    pays = joint <= ab_trial.RULES.most * stock
+    return pays, f"a step should take {1e3 * stock:.3f} ms in stock order, {1e3 * joint:.3f} ms so"

@@ -1,6 +1,6 @@
 import pytest
 
-from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, Trial, simulate
+from gradweave.parallel.data_parallel.autotune import Arrangement, simulate
 from gradweave.schedule import Link, network
 from gradweave.schedule.costs import Costs, LayerCost
 
@@ -31,39 +31,3 @@ def test_resnet50_gains_where_communication_is_near_computation(ratio, least, mo
 def test_k_is_the_one_given():
     prediction, _ = simulate(even(), link_for(even(), 1.0), 2, 1, None, k=7)
     assert prediction.arrangement == Arrangement(barrier=False, k=7)
-
-
-class Clock:
-    def __init__(self, seconds):
-        self.spent, self.step_takes = 0.0, seconds
-
-    def now(self):
-        return self.spent
-
-    def seconds(self, begin, end):
-        return end - begin
-
-    def step(self, trial):
-        trial.step_begins()
-        if not trial.is_over:
-            self.spent += self.step_takes[trial.now]
-
-
-@pytest.mark.parametrize(("seconds", "kept"), [(0.9, PROPOSED), (0.995, STOCK), (1.3, STOCK)])
-def test_what_is_faster_by_measurement_is_kept(seconds, kept):
-    clock = Clock({STOCK: 1.0, PROPOSED: seconds})
-    trial = Trial(PROPOSED, lambda numbers: numbers, clock)
-    steps = 0
-    while not trial.is_over:
-        clock.step(trial)
-        steps += 1
-        assert steps < 100
-    assert trial.verdict() == (kept, pytest.approx(1.0), pytest.approx(seconds))
-
-
-def test_the_slowest_rank_decides():
-    clock = Clock({STOCK: 1.0, PROPOSED: 0.5})
-    trial = Trial(PROPOSED, lambda _: [1.0, 2.0], clock)
-    while not trial.is_over:
-        clock.step(trial)
-    assert trial.verdict()[0] == STOCK

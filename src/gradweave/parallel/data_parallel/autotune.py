@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from gradweave._runtime.ab_trial import ABTrial, DeviceClock, TrialRules
 from gradweave.parallel.data_parallel.failures import naming_lost_peers
 from gradweave.parallel.data_parallel.messages import Layer
-from gradweave.parallel.data_parallel.step_costs import Moments, StepWatch, measure_link
+from gradweave.parallel.data_parallel.step_costs import StepWatch, measure_link
 from gradweave.schedule.builders import data_parallel
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
@@ -22,8 +22,8 @@ from gradweave.schedule.timeline import Timeline
 
 WORTH_TRYING = 0.03
 """Share of a step that must be won, by prediction, before steps are spent on trying it."""
-WORTH_KEEPING = 0.01
-_WARM_UP, _TIMED, _ROUNDS = 3, 4, 2
+TRIAL_RULES = TrialRules(warm_up=4, timed=4, rounds=2, most=0.99)
+"""Fewer rounds than elsewhere, since a simulation proposes what is tried; messages of a turn reach into the next."""
 _WATCHED_STEPS = 4
 _SIMULATED_STEPS = 3
 
@@ -82,53 +82,6 @@ def simulate(
     return Prediction(stock.step_time, best.step_time, chosen, ratio), best
 
 
-class Trial:
-    """Steps in stock order and as proposed, in turns; keeps what is faster.
-
-    Args:
-        proposed: What is to be tried.
-        slowest: The largest of all ranks' numbers, for each number of a list.
-        moments: Of the device that computes: what the host does is over long before, on a GPU.
-    """
-
-    def __init__(self, proposed: Arrangement, slowest: Callable[[list[float]], list[float]], moments: Moments) -> None:
-        self._turns = [STOCK, proposed] * _ROUNDS
-        self._proposed = proposed
-        self._slowest = slowest
-        self._moments = moments
-        self._turn, self._taken = 0, 0
-        self._spans: dict[Arrangement, list[tuple[Any, Any]]] = {STOCK: [], proposed: []}
-        self._last: Any = None
-
-    @property
-    def now(self) -> Arrangement:
-        """How the next step is to be taken."""
-        return self._turns[min(self._turn, len(self._turns) - 1)]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all turns were taken."""
-        return self._turn >= len(self._turns)
-
-    def step_begins(self) -> None:
-        """Counts a step, at its beginning; a turn ends behind its last step."""
-        if self.is_over:
-            return
-        moment = self._moments.now()
-        if self._last is not None and self._taken > _WARM_UP:
-            self._spans[self.now].append((self._last, moment))
-        self._last = moment
-        self._taken += 1
-        if self._taken > _WARM_UP + _TIMED:
-            self._turn, self._taken, self._last = self._turn + 1, 1, moment
-
-    def verdict(self) -> tuple[Arrangement, float, float]:
-        """What to keep, and the seconds of a step in stock order and as proposed, the same on all ranks."""
-        own = [median(self._moments.seconds(*span) for span in self._spans[way]) for way in (STOCK, self._proposed)]
-        stock, proposed = self._slowest(own)
-        return (self._proposed if proposed < (1 - WORTH_KEEPING) * stock else STOCK), stock, proposed
-
-
 class Choice:
     """Watches steps, simulates, tries, and decides, the same on all ranks.
 
@@ -167,7 +120,7 @@ class Choice:
         self.arrangement = STOCK
         self._group, self._device = group, device
         self._bucket_bytes, self._byte_budget = bucket_bytes, byte_budget
-        self._trial: Trial | None = None
+        self._trial: ABTrial[Arrangement] | None = None
 
     def step_begins(self) -> Arrangement:
         """How the step that begins now is to be taken."""
@@ -175,8 +128,8 @@ class Choice:
             return self.arrangement
         if self._trial is None:
             return STOCK
-        self._trial.step_begins()
-        return self._trial.now
+        self._trial.step_ended()
+        return self._trial.current
 
     def agree(self) -> None:
         """Decides as far as it can be; all ranks come here together, having taken as many steps."""
@@ -184,7 +137,10 @@ class Choice:
             if self.watch.steps >= _WATCHED_STEPS:
                 self._propose(self.watch)
         elif self._trial is not None and self._trial.is_over and not self.is_made:
-            self.arrangement, stock, proposed = self._trial.verdict()
+            slowest = self._slowest(self._trial.seconds())
+            stock, proposed = map(median, slowest)
+            paying = self._trial.paying(lambda _: slowest)
+            self.arrangement = paying[0] if paying else STOCK
             self.is_made, self._trial = True, None
             self.reason = f"{self.reason}; measured {1e3 * proposed:.1f} ms against {1e3 * stock:.1f} ms"
 
@@ -214,10 +170,12 @@ class Choice:
         elif best > (1 - WORTH_TRYING) * stock:
             self.is_made, self.arrangement = True, STOCK
         else:
-            self._trial = Trial(self.arrangement, self._slowest, Moments(self._device))
+            ways, clock = [STOCK, self.arrangement], DeviceClock(self._device)
+            self._trial = ABTrial(ways, clock, rules=TRIAL_RULES, each_step=True)
 
-    def _slowest(self, numbers: list[float]) -> list[float]:
-        together = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+    def _slowest(self, seconds: list[list[float]]) -> list[list[float]]:
+        """Return, on all ranks, the longest time that any of them took, by way and round."""
+        together = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         with naming_lost_peers("times could not be agreed on"):
             dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
-        return list(together.tolist())
+        return together.tolist()

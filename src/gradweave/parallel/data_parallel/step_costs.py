@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave._runtime.ab_trial import DeviceClock
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave.parallel.data_parallel.messages import Layer
 from gradweave.reordering.queue import Task
@@ -34,28 +35,6 @@ _MATRIX, _PRODUCTS = 96, 100
 """Of the computation that messages disturb: a product takes some tens of microseconds."""
 
 
-class Moments:
-    """Points in time of a device: the host's clock, or events of a GPU that are read later."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        """This moment: on a GPU, when it comes to what it is given next."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """How long it was from one to the other."""
-        if not self._cuda:
-            return float(end - begin)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3
-
-
 class StepWatch:
     """Measures the tasks of steps that run in stock order: also the place where their weight gradients run.
 
@@ -69,7 +48,7 @@ class StepWatch:
     def __init__(self, layers: Sequence[Layer], optimizer: Optimizer, device: torch.device) -> None:
         self._layers = layers
         self._number = {id(layer.module): number for number, layer in enumerate(layers)}
-        self._moments = Moments(device)
+        self._moments = DeviceClock(device)
         self._spans: list[_Spans] = [defaultdict(list)]
         self._held: dict[int, int] = {}
         self._last: Any = None
