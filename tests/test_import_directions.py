@@ -40,8 +40,6 @@ LAYERS = (
 """Bottom to top. A package imports from lower layers only; ``gradweave`` is the front door, ``__init__.py``."""
 
 UPWARD_OR_SIDEWAYS = {
-    ("compiler.lower", "fusion"): "mark_written is a helper of both",
-    ("compiler.program", "fusion"): "mark_written is a helper of both",
     ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",
     ("parallel.data_parallel.api", "fusion"): "observes the optimizer's step",
     ("parallel.data_parallel.api", "reordering"): "runs weight gradients from reordering's queue",
@@ -50,12 +48,8 @@ UPWARD_OR_SIDEWAYS = {
     ("parallel.data_parallel.reverse_first_k", "reordering"): "holds weight gradients back in reordering's queue",
     ("parallel.data_parallel.step_costs", "reordering"): "types of reordering's queue",
     ("parallel.pipeline.weight_gradients", "reordering"): "splits a stage's backward as reordering does",
-    ("profile.measure", "compiler"): "measures a traced step",
-    ("profile.operations", "compiler"): "measures the operations of a traced step",
     ("reordering.api", "fusion"): "weight gradients and updates of one step follow each other",
     ("reordering.deferred_gradients", "fusion"): "no_autocast is a helper of both",
-    ("step_graph.recording", "compiler"): "records a traced step",
-    ("step_graph.tasks", "compiler"): "reads a traced step's phases",
 }
 """Importing module and imported package, with the reason; both below ``gradweave``."""
 
@@ -67,13 +61,11 @@ PRIVATE_TORCH = {
     ("_runtime.deferred.forbidden", "_foreach_zero_"): "an operator that a stand-in gradient lets through",
     ("compiler.shared_state", "_version"): _VERSIONS,
     ("compiler.tensor_forms", "_local_scalar_dense"): "the operator behind item()",
-    ("compiler.trace", "_schema"): _SCHEMAS,
     ("fusion.backward", "_version"): _VERSIONS,
     ("fusion.influence", "_schema"): _SCHEMAS,
     ("fusion.loop_observer", "_version"): _VERSIONS,
     ("optim.statistics.device_hooks", "_version"): _VERSIONS,
     ("optim.statistics.hooks", "_parameters"): "parameters without those of parametrizations",
-    ("profile.operations", "_schema"): _SCHEMAS,
     ("reordering.queue", "_version"): _VERSIONS,
 }
 """Module and private name of torch outside of ``_compat``, with the reason."""

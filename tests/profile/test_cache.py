@@ -104,13 +104,13 @@ def no_costs(costs, key):
 
 
 @pytest.mark.parametrize("spoil", [spoil_costs, cut_costs, cut_key, foreign_key, other_format, no_key, no_costs])
-def test_what_does_not_agree_is_measured_anew_and_said(tmp_path, measured, spoil, caplog):
+def test_what_does_not_agree_is_measured_again_with_a_warning(tmp_path, measured, spoil, caplog):
     cached_costs(*setting(), folder=tmp_path)
     [key] = tmp_path.glob("*.key.json")
     spoil(key.with_name(key.name.replace(".key", "")), key)
     with caplog.at_level(logging.WARNING, "gradweave"):
         assert cached_costs(*setting(), folder=tmp_path) == measured[1]
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
     assert cached_costs(*setting(), folder=tmp_path) == measured[1]
     assert len(measured) == 2
 
@@ -131,4 +131,4 @@ def test_a_folder_that_cannot_be_written(tmp_path, measured, monkeypatch, caplog
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with caplog.at_level(logging.WARNING, "gradweave"):
         assert cached_costs(*setting()) == measured[-1]
-    assert "not kept" in caplog.text
+    assert "not saved" in caplog.text

@@ -8,8 +8,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from gradweave import _logging, plan
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.profile import measure, measure_costs
+from gradweave.profile.measure import capturable_update
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 
@@ -91,7 +92,7 @@ def test_random_numbers_are_left_as_they_are():
 
 def test_a_model_without_parameters_is_refused():
     linear = nn.Linear(1, 1)
-    with pytest.raises(ArgumentError, match="no parameters"):
+    with pytest.raises(UnsupportedError, match="no parameters"):
         measure_costs(nn.ReLU(), lambda m, x: m(x).sum(), optim.SGD(linear.parameters(), lr=0.1), (torch.ones(2),))
 
 
@@ -110,8 +111,21 @@ def test_the_update_is_measured_and_not_traced(name, monkeypatch):
     assert all(layer.update > 0 for layer in costs.layers if layer.parameter_bytes)
 
 
+@pytest.mark.parametrize(
+    ("make", "form", "can"),
+    [
+        (optim.AdamW, {"fused": True}, True), (optim.AdamW, {"foreach": True}, False), (optim.AdamW, {}, False),
+        (optim.SGD, {}, True), (optim.RMSprop, {}, False),
+    ],
+)  # fmt: skip
+def test_updates_that_a_graph_can_hold(make, form, can):
+    model = nn.Linear(2, 2)
+    update = capturable_update(make(model.parameters(), lr=0.1, **form))
+    assert (update is not None) == can
+
+
 def test_nothing_is_traced(monkeypatch):
-    monkeypatch.setattr(measure, "compile", None)
+    monkeypatch.setattr(measure, "trace_operations", None)
     costs = measure_costs(*setting(), rounds=1)
     assert [layer.name for layer in costs.layers] == ["0", "2", "4"]
 

@@ -1,49 +1,64 @@
-"""What can be seen of it without a GPU: calls done again, pairs, shares; with one, that costs get shares."""
+"""Without a GPU: pairs, and shares fitted to slowdowns; with one: costs get shares."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn, optim
 from torch.nn import functional as F
 
 import gradweave
 from gradweave.profile import measure_costs
-from gradweave.profile.measure import capturable_update
-from gradweave.profile.overlap import UPDATE, Calls, feasible_pairs, scale, share_out
+from gradweave.profile.overlap import (
+    UPDATE,
+    equal_groups,
+    feasible_pairs,
+    fit_shares,
+    scale_parts,
+    slowdown,
+    with_shares,
+)
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.tasks import Kind
 
+SHARES = st.integers(0, 50).map(lambda number: number / 50)
 
-def test_kept_calls_give_the_same_results_again():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    step = gradweave.compile(
-        model, lambda m, x: m(x).square().sum(), optim.SGD(model.parameters(), lr=0.1), lower="replay"
-    )
-    batch = torch.randn(3, 4)
-    step(batch)
-    calls = Calls()
-    results = {}
 
-    class Noting(Calls):
-        def run(self, kind, layers):
-            for layer in layers:
-                results[kind, layer] = [function(*args, **kwargs) for function, args, kwargs in self.of[kind, layer]]
+@pytest.mark.parametrize(
+    ("one", "other", "together", "factor"),
+    [(1, 1, 2, 2.0), (1, 1, 1, 1.0), (1, 3, 3, 1.0), (3, 1, 4, 2.0), (1, 1, 1.5, 1.5), (1, 1, 5, 2.0), (0, 1, 1, 2.0)],
+)
+def test_slowdown(one, other, together, factor):
+    assert slowdown(one, other, together) == pytest.approx(factor)
 
-    calls = Noting()
-    before = [p.detach().clone() for p in model.parameters()]
-    step.record(calls.task)
-    step(batch)
-    step.record(None)
-    assert {kind for kind, _ in calls.of} == {Kind.F, Kind.X, Kind.W}
-    calls.run(Kind.F, range(2))
-    calls.run(Kind.W, range(2))
-    weight = [r for r in results[Kind.W, 1] if isinstance(r, torch.Tensor) and r.numel() == 12]
-    stock = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    with torch.no_grad():
-        for p, q in zip(stock.parameters(), before, strict=True):
-            p.copy_(q)
-    stock(batch).square().sum().backward()
-    assert any(torch.allclose(r.reshape(2, 6), stock[2].weight.grad) for r in weight)
+
+@given(st.lists(SHARES, min_size=1, max_size=4), st.lists(SHARES, min_size=1, max_size=4))
+def test_fitted_shares_give_the_slowdowns_back(weight_gradients, others):
+    measured = {
+        (("W", i), ("X", j)): max(1.0, a + b) for i, a in enumerate(weight_gradients) for j, b in enumerate(others)
+    }
+    shares = fit_shares(measured)
+    for (one, other), factor in measured.items():
+        assert max(1.0, shares[one] + shares[other]) == pytest.approx(factor, abs=0.021)  # shares are multiples of 0.02
+
+
+def test_nothing_is_promised_that_was_not_seen():
+    assert fit_shares({("W", "X"): 2.0}) == {"W": 1.0, "X": 1.0}
+    fitted = fit_shares({("W", "X"): 1.0})
+    assert fitted["W"] + fitted["X"] == pytest.approx(1.0)
+    assert fit_shares({}) == {}
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 9))
+def test_groups_hold_every_layer_once_in_order(seconds, most):
+    groups = equal_groups(seconds, most)
+    assert [i for group in groups for i in group] == list(range(len(seconds)))
+    assert all(len(group) > 0 for group in groups)
+
+
+def test_groups_take_about_as_long_as_each_other():
+    assert equal_groups([1.0] * 12, 4) == [range(3), range(3, 6), range(6, 9), range(9, 12)]
+    assert equal_groups([8.0, 1.0, 1.0], 2) == [range(1), range(1, 3)]
 
 
 def test_pairs_are_those_that_a_schedule_may_choose():
@@ -58,25 +73,12 @@ def test_pairs_are_those_that_a_schedule_may_choose():
     assert len(feasible_pairs([*parts, UPDATE])) == 6 + 3 + 6
 
 
-@pytest.mark.parametrize(
-    ("make", "form", "can"),
-    [
-        (optim.AdamW, {"fused": True}, True), (optim.AdamW, {"foreach": True}, False), (optim.AdamW, {}, False),
-        (optim.SGD, {}, True), (optim.RMSprop, {}, False),
-    ],
-)  # fmt: skip
-def test_updates_that_a_graph_can_hold(make, form, can):
-    model = nn.Linear(2, 2)
-    update = capturable_update(make(model.parameters(), lr=0.1, **form))
-    assert (update is not None) == can
-
-
 def test_layers_get_the_shares_of_their_group(tmp_path):
     groups = [range(2), range(2, 4)]
     parts = [(kind, group) for group in range(2) for kind in (Kind.F, Kind.X, Kind.W)]
     slowdowns = {(one, other): 1.2 if other[0] is Kind.X else 2.0 for one, other in feasible_pairs(parts)}
-    costs = share_out(Costs.uniform(4), groups, slowdowns)
-    with_update = share_out(Costs.uniform(4), groups, {(UPDATE, part): 1.1 for part in parts if part[0] is Kind.F})
+    costs = with_shares(Costs.uniform(4), groups, slowdowns)
+    with_update = with_shares(Costs.uniform(4), groups, {(UPDATE, part): 1.1 for part in parts if part[0] is Kind.F})
     assert with_update.layers[0].update_demand.compute + with_update.layers[0].forward_demand.compute < 1.2
     assert [layer.block for layer in costs.layers] == ["group 0", "group 0", "group 1", "group 1"]
     first, last = costs.layers[0], costs.layers[3]
@@ -91,7 +93,7 @@ def test_layers_get_the_shares_of_their_group(tmp_path):
 
 def test_costs_sum_up_to_what_groups_take():
     groups = [range(2), range(2, 4)]
-    costs = scale(Costs.uniform(4), groups, {(Kind.F, 0): 5.0, (Kind.W, 1): 1.0, UPDATE: 8.0})
+    costs = scale_parts(Costs.uniform(4), groups, {(Kind.F, 0): 5.0, (Kind.W, 1): 1.0, UPDATE: 8.0})
     assert [layer.forward for layer in costs.layers] == [2.5, 2.5, 1.0, 1.0]
     assert [layer.weight_grad for layer in costs.layers] == [1.0, 1.0, 0.5, 0.5]
     assert [layer.update for layer in costs.layers] == [0.0] * 4

@@ -196,6 +196,11 @@ def enters_autocast(node: torch.fx.Node) -> bool:
     return node.target is torch.amp.autocast_mode._enter_autocast
 
 
+def schema_of(target: Any) -> Any:
+    """Return the schema of an operation; None for anything else that a node may call."""
+    return getattr(target, "_schema", None)
+
+
 def is_symbolic(value: Any) -> bool:
     """Whether a traced value is a number that is known only when the graph runs."""
     return isinstance(value, (torch.SymFloat, torch.SymInt))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -93,3 +94,11 @@ def same_groups(optimizer: Optimizer, known: Sequence[Sequence[nn.Parameter]]) -
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
     """Whether two lists hold the same objects; comparing parameters would compare their values."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def mark_written(params: Iterable[nn.Parameter]) -> None:
+    """Tell autograd that parameters changed, so that a backward through their old values raises.
+
+    Compiled and fused kernels write to memory without telling it.
+    """
+    torch.autograd.graph.increment_version(list(params))

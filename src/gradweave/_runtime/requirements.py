@@ -66,6 +66,15 @@ def refuse_copies(model: nn.Module) -> None:
         )
 
 
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise UnsupportedError for torch's wrappers of replicas, which communicate outside of a step's graph."""
+    for module in model.modules():
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise UnsupportedError(
+                f"torch's {type(module).__name__}", "it averages outside of a graph", "give the model that it wraps"
+            )
+
+
 def refuse_compiled(model: nn.Module, *, remedy: str) -> None:
     """Raise UnsupportedError for layers that torch.compile or torch.jit.script has compiled."""
     for module in model.modules():

@@ -30,15 +30,14 @@ from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.compiler.checks import check_loss_fn, check_options, check_step
 from gradweave.compiler.eager_fallback import EagerSteps, reason_of
 from gradweave.compiler.padding import padded
-from gradweave.compiler.program import LOSS_MARK, Program, StepOptions
-from gradweave.compiler.refusals import HookError, NoStateError, NotOneGraphError, RefusedError
+from gradweave.compiler.program import Program, StepOptions
 from gradweave.compiler.shared_state import SharedState
 from gradweave.compiler.trace import Clipping
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.schedule.costs import Costs
+from gradweave.step_graph.errors import HookError, NoStateError, NotOneGraphError, RefusedError
+from gradweave.step_graph.objective import loss_and_extras, mark_loss, on_device_of
 from gradweave.step_graph.recording import Mark
-
-__all__ = ["Step", "check_step", "compile", "loss_and_more", "placed"]
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 """What a step is called with: arguments, and those with names."""
@@ -172,7 +171,7 @@ class Step:
         """
         if not torch.is_grad_enabled():
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
-        given: Batch = placed((batch, named), self.model)
+        given: Batch = on_device_of(self.model, (batch, named))
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         leaves = flat_leaves(given)
         shapes = _shapes(leaves)
@@ -364,20 +363,6 @@ def _wants_gradient(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
 
 
-def placed(batch: Any, model: nn.Module) -> Any:
-    """A batch whose tensors are where the model is."""
-    device = next((p.device for p in model.parameters()), None)
-    if device is None or device.type == "cpu":
-        return batch
-
-    def place(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            return value.to(device, non_blocking=True)
-        return value
-
-    return map_nested(place, batch)
-
-
 class _Job:
     """What Dynamo gets to see of a step; it keeps that for good, so it can be emptied."""
 
@@ -416,17 +401,7 @@ def _objective(job: _Job) -> Callable[..., tuple[torch.Tensor, Any]]:
     """The function that is captured; the operation that gives the loss is marked."""
 
     def objective(*batch: Any, **named: Any) -> tuple[torch.Tensor, Any]:
-        loss, more = loss_and_more(job.loss_fn(job.model, *batch, **named))
-        with torch.fx.traceback.annotate(LOSS_MARK):
-            loss = loss.view(())
-        return loss, more
+        loss, more = loss_and_extras(job.loss_fn(job.model, *batch, **named))
+        return mark_loss(loss), more
 
     return objective
-
-
-def loss_and_more(result: Any) -> tuple[torch.Tensor, Any]:
-    """What ``loss_fn`` returned: the loss, and what came with it."""
-    loss, more = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise RefusedError("loss_fn must return a loss of one element, or a tuple of it and anything else")
-    return loss, more

@@ -15,7 +15,13 @@ from torch.optim import Optimizer
 from gradweave._compat.eager import CriterionModule, step_pre_hooks
 from gradweave._runtime.claims import Technique
 from gradweave._runtime.composition import refuse_conflicts
-from gradweave._runtime.requirements import refuse_sharded, require_module, require_optimizer, require_undifferentiated
+from gradweave._runtime.requirements import (
+    refuse_sharded,
+    refuse_wrapped,
+    require_module,
+    require_optimizer,
+    require_undifferentiated,
+)
 from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.schedule.costs import Costs
 
@@ -91,11 +97,7 @@ def check_step(model: nn.Module, optimizer: Optimizer) -> None:
             "a graph runs the update without them, and they would see no gradients",
             "remove them",
         )
-    for module in model.modules():
-        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            raise UnsupportedError(
-                f"torch's {type(module).__name__}", "it averages outside of a graph", "give the model that it wraps"
-            )
+    refuse_wrapped(model)
     refuse_sharded(model)
 
 

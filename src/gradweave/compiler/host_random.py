@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradweave.compiler.refusals import NotOneGraphError
+from gradweave.step_graph.errors import NotOneGraphError
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import torch
 from gradweave._compat.eager import add_one
 from gradweave._compat.tracing import compile_with_inductor
 from gradweave._logging import announce
+from gradweave._runtime.buckets import mark_written
 from gradweave.compiler.kernel_combining import small_kernels
 from gradweave.compiler.passes.placement import (
     draws_in_update,
-    split_convolutions,
     take_out_counters,
     updates_at_their_gradients,
 )
@@ -21,7 +21,8 @@ from gradweave.compiler.passes.scalars import split_scalars
 from gradweave.compiler.passes.two_streams import OnTwoStreams, cut
 from gradweave.compiler.shared_state import SharedState
 from gradweave.compiler.trace import TracedStep
-from gradweave.fusion.optimizer_step import mark_written
+from gradweave.step_graph.recording import Mark, run_by_task
+from gradweave.step_graph.tasks import StepTasks, split_convolution_backward
 
 Progress = Callable[[str], None]
 
@@ -53,7 +54,8 @@ class Replay:
 
     def __init__(self, traced: TracedStep, *, in_order: bool = False) -> None:
         self._traced = traced
-        split_convolutions(traced.graph)
+        split_convolution_backward(traced.graph.graph)
+        traced.graph.recompile()
         self._waits = in_order or draws_in_update(traced.graph)
 
     def hurry(self) -> None:
@@ -75,6 +77,14 @@ class Replay:
         optimizer = self._traced.optimizer
         result: list[Any] = self._traced.graph(list(inputs), optimizer.state(), optimizer.values())
         return result[:-1] if self._traced.can_skip else result
+
+
+def run_marked(traced: TracedStep, inputs: Sequence[torch.Tensor], tasks: StepTasks, mark: Mark) -> list[Any]:
+    """Take a traced step like :class:`Replay`, each task of a layer in a context of its own."""
+    optimizer = traced.optimizer
+    given = [list(inputs), optimizer.state(), optimizer.values()]
+    result: list[Any] = run_by_task(traced.graph, traced.graph.graph, given, tasks.places, mark)
+    return result[:-1] if traced.can_skip else result
 
 
 class Compiled:

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from gradweave._compat.eager import own_step, without_step_hooks
 from gradweave._compat.tracing import is_symbolic
 from gradweave.compiler.optimizer_reads import OptimizerReads, own_attributes
-from gradweave.compiler.refusals import NoStateError, NotOneGraphError
 from gradweave.compiler.snapshot import IncomparableError, snapshot
+from gradweave.step_graph.errors import NoStateError, NotOneGraphError
 
 PLAIN_FORM = {"foreach": False, "fused": False}
 """The form that is traced: one tensor at a time; fusing them is the compiler's work."""

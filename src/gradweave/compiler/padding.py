@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional
 
 from gradweave._compat.eager import map_nested
-from gradweave.compiler.refusals import NotOneGraphError
+from gradweave.step_graph.errors import NotOneGraphError
 
 LEFT_OUT = -100
 """What cross entropy leaves out, unless it is told of another value; so do the models of transformers."""

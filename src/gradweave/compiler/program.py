@@ -18,29 +18,25 @@ from torch.optim import Optimizer
 from gradweave._compat.eager import gradient_hooks
 from gradweave._compat.tracing import TooManyVariantsError, compile_lock
 from gradweave._logging import announce
-from gradweave._runtime.buckets import same_objects
+from gradweave._runtime.buckets import mark_written, same_objects
 from gradweave.compiler.cuda_graph import Captured
 from gradweave.compiler.host_random import set_torch_numbers, torch_numbers, torch_numbers_kept
 from gradweave.compiler.loss_scaling import Scaling, scaler_inputs
-from gradweave.compiler.lower import Compiled, Replay, Runnable
+from gradweave.compiler.lower import Compiled, Replay, Runnable, run_marked
 from gradweave.compiler.optimizer_inputs import OptimizerInputs
 from gradweave.compiler.padding import fillings_of
-from gradweave.compiler.passes.placement import has_sizes_of_values, split_convolutions
-from gradweave.compiler.passes.recompute import is_checkpointed, with_recomputation
+from gradweave.compiler.passes.placement import has_data_dependent_sizes
 from gradweave.compiler.passes.scalars import moved_slots
 from gradweave.compiler.passes.two_streams import note_places, upper_layers
-from gradweave.compiler.refusals import HookError, NoStateError, NotOneGraphError, RefusedError
 from gradweave.compiler.shared_memory import Sharing, contents_of, groups_of
 from gradweave.compiler.shared_state import SharedState
-from gradweave.compiler.trace import Clipping, Objective, Recipe, TracedStep, trace_step
+from gradweave.compiler.trace import Clipping, Recipe, TracedStep, trace_step
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.fusion.optimizer_step import mark_written
 from gradweave.schedule.costs import Costs
-from gradweave.step_graph.recording import run_marked
-from gradweave.step_graph.tasks import StepTasks, tasks_of
-
-LOSS_MARK = {"gradweave": "loss"}
-"""What the operation that gives the loss is annotated with."""
+from gradweave.step_graph.errors import HookError, NoStateError, NotOneGraphError, RefusedError
+from gradweave.step_graph.objective import Objective, loss_output_of, outputs_of
+from gradweave.step_graph.recompute import is_checkpointed, with_recomputation
+from gradweave.step_graph.tasks import StepTasks, module_names, split_convolution_backward, tasks_of
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class _Made:
     @cached_property
     def tasks(self) -> StepTasks:
         """What each operation is for; asked for when a step is recorded."""
-        return tasks_of(self.traced, self.model)
+        return traced_tasks(self.traced, self.model)
 
 
 _MOST_KEPT = 16
@@ -136,8 +132,8 @@ class Program:
         self._model = model
         self._optimizer = optimizer
         self._shared = shared
-        self._loss_output = _find_loss(forward)
-        self._outputs = len(_outputs(forward))
+        self._loss_output = loss_output_of(forward)
+        self._outputs = len(outputs_of(forward))
         self._made: list[_Made] = []
         self._times_made = 0
         self._proven: set[int] = set()
@@ -181,7 +177,7 @@ class Program:
             else:
                 shared.begun = True
                 _hurry(made)
-                outputs = run_marked(made.traced, given, made.tasks.places, shared.mark)
+                outputs = run_marked(made.traced, given, made.tasks, shared.mark)
                 mark_written(params)
                 shared.layers = made.tasks.layers
         if not update:
@@ -220,7 +216,7 @@ class Program:
                 made = self._made_instead(made.purpose, inputs, sums, error)
             return self._taken(made, given, inputs, sums)
         self._shared.begun = True
-        if not has_sizes_of_values(made.traced.graph):
+        if not has_data_dependent_sizes(made.traced.graph):
             self._proven.add(id(made))
             _hurry(made)
         return made, outputs
@@ -348,8 +344,9 @@ class Program:
 
     def _plan(self, traced: TracedStep, costs: Costs) -> int | None:
         """The layer from which on a second stream takes over; notes what each operation is for."""
-        split_convolutions(traced.graph)
-        tasks = tasks_of(traced, self._model)
+        split_convolution_backward(traced.graph.graph)
+        traced.graph.recompile()
+        tasks = traced_tasks(traced, self._model)
         note_places(tasks.places)
         upper = upper_layers(costs, tasks.layers, traced.optimizer.params[0].device)
         what = "one stream, a second would not pay" if upper is None else f"a second stream from layer {upper} on"
@@ -403,14 +400,6 @@ def _refuse_hooks(params: Sequence[nn.Parameter]) -> None:
             raise HookError(f"a parameter of shape {tuple(p.shape)} has a gradient hook; remove it")
 
 
-def _outputs(forward: GraphModule) -> Sequence[Any]:
-    outputs: Sequence[Any] = next(node for node in forward.graph.nodes if node.op == "output").args[0]
-    return outputs
-
-
-def _find_loss(forward: GraphModule) -> int:
-    """Which output was marked as the loss."""
-    for index, node in enumerate(_outputs(forward)):
-        if (node.meta.get("custom") or {}).get("gradweave") == "loss":
-            return index
-    raise RefusedError("loss_fn returned something that does not depend on the model; return the loss first")
+def traced_tasks(traced: TracedStep, model: nn.Module) -> StepTasks:
+    """Return the tasks of a traced step."""
+    return tasks_of(traced.graph.graph, traced.owners, module_names(traced.optimizer.params, model))

@@ -7,15 +7,13 @@ hyperparameter an input. Weights, buffers and optimizer state are inputs that it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from gradweave._compat.eager import memory_of
 from gradweave._compat.tracing import (
     DataDependentError,
     as_if_compiling,
@@ -30,9 +28,9 @@ from gradweave._compat.tracing import (
 from gradweave.compiler.host_random import refusing_drawn_numbers
 from gradweave.compiler.loss_scaling import Scaling, keep_if_found
 from gradweave.compiler.optimizer_inputs import OptimizerInputs
-from gradweave.compiler.refusals import NotOneGraphError
-
-_PHASE = "gradweave_phase"
+from gradweave.step_graph.errors import NotOneGraphError
+from gradweave.step_graph.nodes import changed_by, phase, root
+from gradweave.step_graph.objective import Objective, differentiate
 
 
 @dataclass(frozen=True)
@@ -41,23 +39,6 @@ class Clipping:
 
     max_norm: float | None = None
     max_value: float | None = None
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is differentiated.
-
-    Attributes:
-        forward: Takes its inputs and returns a sequence of outputs.
-        inputs: Weights, buffers and batch.
-        trainable: Which of the inputs are parameters to update, as the optimizer's inputs have them.
-        loss_output: Which of the outputs is the loss.
-    """
-
-    forward: Callable[..., Any]
-    inputs: Sequence[torch.Tensor]
-    trainable: Sequence[int]
-    loss_output: int
 
 
 @dataclass(frozen=True)
@@ -116,46 +97,6 @@ class TracedStep:
         return {index for node, index in inputs.items() if node in changed and index < self.inputs}
 
 
-def is_mutable(node: Any) -> bool:
-    """Whether a node changes any of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
-
-
-def changed_by(node: Any) -> list[Node]:
-    """The arguments that a node changes in place."""
-    if not is_mutable(node):
-        return []
-    changed: list[Node] = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            changed += [part for part in (given if isinstance(given, (list, tuple)) else [given]) if part is not None]
-    return changed
-
-
-def phase_of(node: Node) -> str:
-    """Which part of the step a node belongs to: forward, backward, gradients, update, or none."""
-    return str((node.meta.get("custom") or {}).get(_PHASE, ""))
-
-
-def note_phase(node: Node, name: str) -> None:
-    """Says which part of a step a node belongs to, where the tracer does not."""
-    node.meta["custom"] = {_PHASE: name}
-
-
-def _phase(name: str) -> AbstractContextManager[Any]:
-    """Context in which what is traced belongs to a part of the step."""
-    return torch.fx.traceback.annotate({_PHASE: name})
-
-
-def root(node: Any) -> Any:
-    """What an in-place operation's result is another name of."""
-    while isinstance(node, Node) and is_mutable(node):
-        node = node.args[0]
-    return node
-
-
 def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, exact: bool = False) -> TracedStep:
     """Traces a step; no real tensor is read or changed.
 
@@ -203,18 +144,18 @@ def _trace(
     def step(inputs: list[torch.Tensor], state: list[torch.Tensor], numbers: list[Any]) -> list[Any]:
         state = [inputs[same[slot]] if slot in same else x for slot, x in enumerate(state)]
         own, sums, scale = inputs[:first_sum], inputs[first_sum:first_scale], inputs[first_scale:]
-        outputs, params, grads = _differentiate(objective, own, scale)
+        outputs, params, grads = differentiate(objective, own, scale)
         with_gradient.update(index for index, grad in enumerate(grads) if grad is not None)
-        with _phase("gradients"):
+        with phase("gradients"):
             _add_up(grads, dict(zip(recipe.summed, sums, strict=True)), keep=not recipe.update)
         outputs = [output.detach() if isinstance(output, torch.Tensor) else output for output in outputs]
         if not recipe.update:
             return outputs
-        with _phase("gradients"):
+        with phase("gradients"):
             found = recipe.scaling.unscale(grads, scale[0]) if recipe.scaling else None
             norm = _clip(params, grads, recipe.clipping)
         targets = [own[index] for index in objective.trainable]
-        with _phase("update"):
+        with phase("update"):
             left = [tensor for slot, tensor in enumerate(state) if slot not in recipe.unguarded]
             guarded = [*targets, *left] if recipe.scaling else []
             before = [tensor.clone() for tensor in guarded]
@@ -262,42 +203,6 @@ def _changes_a_weight(graph: GraphModule, trainable: Sequence[int]) -> bool:
     placeholders = [node for node in nodes if node.op == "placeholder"]
     weights = {placeholders[index] for index in trainable}
     return any(root(argument) in weights for node in nodes for argument in changed_by(node))
-
-
-def _differentiate(
-    objective: Objective, inputs: Sequence[torch.Tensor], scale: Sequence[torch.Tensor]
-) -> tuple[list[Any], list[torch.Tensor], list[torch.Tensor | None]]:
-    """Outputs, trainable parameters, and the gradients of the loss, scaled if there is a scale."""
-    leaves = list(inputs)
-    with _phase("forward"):
-        for index in objective.trainable:
-            leaves[index] = inputs[index].detach().requires_grad_()
-    params = [leaves[index] for index in objective.trainable]
-    with torch.enable_grad():
-        with _phase("forward"):
-            outputs = list(objective.forward(*leaves))
-        loss = outputs[objective.loss_output]
-        with _phase("backward"):
-            grads = torch.autograd.grad(loss * scale[0] if scale else loss, params, allow_unused=True)
-    with _phase("gradients"):
-        return outputs, params, _of_their_own(params, grads)
-
-
-def _of_their_own(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Gradients as ``.grad`` would have them: each with memory of its own, laid out like its parameter."""
-    seen: set[int] = set()
-    own: list[torch.Tensor | None] = []
-    for p, grad in zip(params, grads, strict=True):
-        if grad is None:
-            own.append(grad)
-            continue
-        if grad.layout is not torch.strided:
-            raise NotOneGraphError(f"a parameter of shape {tuple(p.shape)} has a gradient of layout {grad.layout}")
-        memory = memory_of(grad)
-        is_own = memory not in seen and grad.stride() == p.stride()
-        own.append(grad if is_own else torch.empty_like(p).copy_(grad))
-        seen.add(memory)
-    return own
 
 
 def _add_up(grads: list[torch.Tensor | None], sums: dict[int, torch.Tensor], *, keep: bool) -> None:

@@ -18,13 +18,13 @@ from gradweave._compat.eager import (
     gradient_hooks,
     storage_users,
 )
-from gradweave._runtime.buckets import Bucket, make_buckets, same_groups, same_objects
+from gradweave._runtime.buckets import Bucket, make_buckets, mark_written, same_groups, same_objects
 from gradweave._runtime.deferred.forbidden import GradientGuard, guard_gradient
 from gradweave._runtime.deferred.late import settle_gradients
 from gradweave._runtime.replicas import digest
 from gradweave.errors import GradweaveError
 from gradweave.fusion.grad_norm import NormTracker
-from gradweave.fusion.optimizer_step import FrozenStep, PartialStepper, mark_written, no_autocast
+from gradweave.fusion.optimizer_step import FrozenStep, PartialStepper, no_autocast
 from gradweave.fusion.side_stream import UpdatesBeside
 from gradweave.fusion.step_hooks import HiddenParams
 

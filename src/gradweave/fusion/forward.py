@@ -35,7 +35,7 @@ from gradweave._compat.eager import (
     without_new_function_modes,
 )
 from gradweave._logging import announce
-from gradweave._runtime.buckets import Bucket, make_buckets, same_groups
+from gradweave._runtime.buckets import Bucket, make_buckets, mark_written, same_groups
 from gradweave._runtime.deferred.late import LateGradient, settle_gradients, settled
 from gradweave._runtime.deferred.pending import (
     PendingState,
@@ -56,7 +56,6 @@ from gradweave.fusion.optimizer_step import (
     PartialStepper,
     begins_whole,
     can_be_frozen,
-    mark_written,
     no_autocast,
     step_of,
     with_default_type,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -227,11 +227,3 @@ def _with_other_default_type(wanted: torch.dtype, now: torch.dtype) -> Iterator[
         yield
     finally:
         torch.set_default_dtype(now)
-
-
-def mark_written(params: Iterable[torch.nn.Parameter]) -> None:
-    """Tells autograd that parameters changed, so that a stale use of them raises.
-
-    Fused kernels write without telling it.
-    """
-    torch.autograd.graph.increment_version(list(params))

@@ -1,4 +1,4 @@
-"""Measuring what the tasks of a real training step cost."""
+"""Measured costs of the tasks of a real training step."""
 
 from gradweave.profile.cache import cached_costs
 from gradweave.profile.measure import measure_costs

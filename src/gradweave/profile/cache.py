@@ -1,7 +1,8 @@
 """Measured costs on disk, so that a model is measured once on a machine.
 
 A measurement has two files, named by a digest of its key: ``<digest>.json``, a cost file like any other, and
-``<digest>.key.json`` with the key itself and a checksum of the former. What does not agree is measured anew.
+``<digest>.key.json`` with the key itself and a checksum of the former. If the two do not agree, costs are measured
+again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -41,25 +42,26 @@ def cached_costs(
     rounds: int = ROUNDS,
     progress: Progress = lambda *_: None,
 ) -> Costs:
-    """As :func:`measure_costs`, unless the same was measured before on this machine.
+    """Return what :func:`measure_costs` returns, or returned before for the same step on this machine.
 
-    The same is: versions of gradweave and torch; the device's name; the model's modules, their settings,
-    and the shapes, layouts and types of its parameters and of the batch; the optimizer's class and form; whether
-    autocast is on around the call, and its type; torch's settings for TF32, cuDNN and determinism; the name of
-    ``loss_fn``; and ``also``.
+    A step is the same if these are: versions of gradweave and torch; the device's name; the model's modules, their
+    settings, and the shapes, layouts and types of its parameters and of the batch; the optimizer's class and form;
+    whether autocast is on around the call, and its type; torch's settings for TF32, cuDNN and determinism; the name
+    of ``loss_fn``; and ``also``.
 
     Args:
-        model: As for :func:`measure_costs`.
-        loss_fn: Likewise. What it does is not looked at: tell ``also`` what costs depend on in it.
-        optimizer: Likewise.
-        batch: Likewise.
-        folder: Where the files are; unless given, ``gradweave/costs`` in the user's cache folder
-            (``$XDG_CACHE_HOME``, or ``~/.cache``).
+        model: This, ``loss_fn``, ``optimizer``, ``batch``, ``rounds`` and ``progress`` are as for
+            :func:`measure_costs`.
+        loss_fn: Known by its name only: give in ``also`` what its costs depend on besides.
+        optimizer: Whose update is measured.
+        batch: Of the size to train with.
+        folder: Of the files; by default ``gradweave/costs`` in the user's cache folder (``$XDG_CACHE_HOME``, or
+            ``~/.cache``).
         also: Whatever else costs depend on, such as the precision that ``loss_fn`` casts to.
-        rounds: As for :func:`measure_costs`.
-        progress: Likewise; told nothing of costs that are there.
+        rounds: Steps of which the median is taken.
+        progress: Not called for costs that are on disk.
     """
-    key = _key(model, loss_fn, optimizer, batch, also, rounds)
+    key = _key_of(model, loss_fn, optimizer, batch, also, rounds)
     home = Path(folder) if folder is not None else default_folder()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = home / f"{digest}.json"
@@ -72,22 +74,47 @@ def cached_costs(
     except OSError as error:
         if folder is not None:
             raise ArgumentError("folder", str(folder), f"cannot be written: {error.strerror}") from None
-        announce(f"measured costs are not kept: {home} cannot be written ({error.strerror})", level=logging.WARNING)
+        announce(f"measured costs are not saved: {home} cannot be written ({error.strerror})", level=logging.WARNING)
     return costs
 
 
 def default_folder() -> Path:
-    """Where measured costs are kept unless told."""
+    """Return the folder of measured costs in the user's cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gradweave" / "costs"
 
 
-def _key(
+class _Key(TypedDict):
+    """All that costs are known to depend on, as JSON values."""
+
+    gradweave: str
+    torch: str
+    device: str
+    modules: list[list[Any]]
+    parameters: list[list[Any]]
+    batch: list[Any]
+    optimizer: list[str]
+    autocast: str
+    settings: list[Any]
+    loss_fn: str
+    also: str
+    rounds: int
+
+
+class _KeyFile(TypedDict):
+    """The contents of a key file."""
+
+    format: int
+    key: _Key
+    sha256: str
+
+
+def _key_of(
     model: nn.Module, loss_fn: Callable[..., Any], optimizer: Optimizer, batch: Sequence[Any], also: str, rounds: int
-) -> dict[str, Any]:
+) -> _Key:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     named = f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
-    key = {
+    key: _Key = {
         "gradweave": gradweave.__version__,
         "torch": torch.__version__,
         "device": _device_name(device),
@@ -106,7 +133,7 @@ def _key(
         "also": also,
         "rounds": rounds,
     }
-    as_stored: dict[str, Any] = json.loads(json.dumps(key))
+    as_stored: _Key = json.loads(json.dumps(key))  # lists in the place of tuples, as in a file
     return as_stored
 
 
@@ -124,33 +151,40 @@ def _tensor(x: torch.Tensor) -> list[Any]:
     return [list(x.shape), list(x.stride()), str(x.dtype)]
 
 
-def _load(path: Path, key: dict[str, Any]) -> Costs | None:
-    """The costs that were measured under a key; None, and a message, if what is there is something else."""
+def _load(path: Path, key: _Key) -> Costs | None:
+    """Return the costs that were measured under a key; None if there are none, with a message if they are spoiled."""
     if not path.exists() and not _key_path(path).exists():
         return None
     try:
-        note = json.loads(_key_path(path).read_text())
-        if not isinstance(note, dict) or note.get("format") != _FORMAT or note.get("key") != key:
-            raise ValueError("was written for something else")
-        if note.get("sha256") != hashlib.sha256(path.read_bytes()).hexdigest():
-            raise ValueError("is not what was written there")
+        stored = json.loads(_key_path(path).read_text())
+        if not isinstance(stored, dict) or stored.get("format") != _FORMAT or stored.get("key") != key:
+            raise ValueError("it was written for another step")
+        if stored.get("sha256") != hashlib.sha256(path.read_bytes()).hexdigest():
+            raise ValueError("its contents are not those that were written")
         return Costs.load(path)
     except (OSError, ValueError, ArgumentError) as error:
-        announce(f"costs are measured anew: {path} cannot be used ({error})", level=logging.WARNING)
+        announce(f"costs are measured again: {path} cannot be used ({error})", level=logging.WARNING)
         return None
 
 
-def _save(costs: Costs, path: Path, key: dict[str, Any]) -> None:
-    """The note last: costs without one are not used."""
+def _save(costs: Costs, path: Path, key: _Key) -> None:
+    """Write costs and key, so that a reader at any moment finds both or uses neither.
+
+    Each file is replaced as a whole, the key last: costs without a key are not used.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     _key_path(path).unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-        made = Path(scratch) / "made"
-        costs.save(made)
-        checksum = hashlib.sha256(made.read_bytes()).hexdigest()
-        made.replace(path)
-        made.write_text(json.dumps({"format": _FORMAT, "key": key, "sha256": checksum}, indent=1) + "\n")
-        made.replace(_key_path(path))
+        temporary = Path(scratch) / "new"
+        costs.save(temporary)
+        key_file: _KeyFile = {
+            "format": _FORMAT,
+            "key": key,
+            "sha256": hashlib.sha256(temporary.read_bytes()).hexdigest(),
+        }
+        temporary.replace(path)
+        temporary.write_text(json.dumps(key_file, indent=1) + "\n")
+        temporary.replace(_key_path(path))
 
 
 def _key_path(path: Path) -> Path:

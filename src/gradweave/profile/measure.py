@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,18 +18,20 @@ from torch.optim import Optimizer
 from gradweave._compat.eager import flat_leaves, hooks_suspended
 from gradweave._logging import announce
 from gradweave._runtime.dry_run import random_numbers_kept
-from gradweave.compiler.api import compile, placed
-from gradweave.compiler.checks import check_step
-from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.profile.operations import differentiate, record_operations
-from gradweave.profile.overlap import Calls, captured_seconds, scale_to, with_shares
+from gradweave._runtime.requirements import refuse_sharded, refuse_wrapped, require_module
+from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
+from gradweave.profile.captured import TaskCalls, captured_seconds
+from gradweave.profile.operations import Operations, differentiate_eagerly
+from gradweave.profile.overlap import scale_to, with_measured_shares
+from gradweave.profile.recorded import record_operations
+from gradweave.profile.traced import trace_operations
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
-from gradweave.step_graph.recording import Mark
+from gradweave.step_graph.objective import on_device_of
 
 ROUNDS = 3
 _UPDATES = 5
-"""In a row, so that launching them is not what is measured."""
+"""Updates in a row, so that launching them is not what is measured."""
 Progress = Callable[[str, float], None]
 
 
@@ -42,32 +44,37 @@ def measure_costs(
     rounds: int = ROUNDS,
     progress: Progress = lambda *_: None,
 ) -> Costs:
-    """Measures a training step task by task; model and optimizer stay as they are.
+    """Measure a training step task by task; model and optimizer stay as they are.
 
-    A copy of both runs forward and backward; their operations are noted, and done again one after the other. A step
+    A copy of both runs forward and backward; their operations are recorded, and repeated one after the other. A step
     that does more than operations of torch's, such as kernels of its own, is traced as :func:`~gradweave.compile`
-    traces it, which takes longer. On a GPU the operations of each task are kept, captured and replayed, so that what is
-    measured is their work and not their launches: everything that a step computes is in memory at once meanwhile. The
-    update is the optimizer's own, all at once, and shared out by the size of the weights. There it is also measured how
-    weight gradients run beside forward and backward, by groups of layers: the shares of the device that tasks take
-    (``weight_grad_demand`` and the like) come from that. On a CPU a task has all of it. Where forward and backward can
-    be captured as they are, costs are scaled to what that takes.
+    traces it, which takes longer. The update is the optimizer's own, all at once, and shared out by the size of the
+    weights.
+
+    On a GPU the operations of each task are kept, captured and replayed, so that what is measured is their work and not
+    their launches; everything that a step computes is in memory at once meanwhile. Groups of layers are also measured
+    side by side, weight gradients with forward and backward: the shares of the device that tasks take
+    (``weight_grad_demand`` and the like) come from that. Where forward and backward can be captured as they are, costs
+    are scaled to what that takes. On a CPU a task has all of the device.
 
     With ``torch.backends.cudnn.benchmark``, cuDNN tries out its kernels in the first step of a process, here as in
     training, which may take longer than all the rest.
 
     Args:
-        model: What is trained.
+        model: The model to train.
         loss_fn: Called as ``loss_fn(model, *batch)``.
         optimizer: Whose update is measured.
-        batch: Of the size that will be trained with.
-        rounds: Steps of which the median is taken; on a GPU one does.
+        batch: Of the size to train with.
+        rounds: Steps of which the median is taken, at least 1; on a GPU one is enough.
         progress: Told what is going on, and the share that is done.
+
+    Returns:
+        The costs of every layer.
     """
     if rounds < 1:
         raise ArgumentError("rounds", rounds, "give at least 1")
     if not any(True for _ in model.parameters()):
-        raise ArgumentError("model", type(model).__name__, "has no parameters: there is nothing to train")
+        raise UnsupportedError(type(model).__name__, "it has no parameters: there is nothing to train")
     if not torch.is_grad_enabled():
         raise GradweaveError("measure_costs() under no_grad() or inference_mode(): training needs gradients; leave it")
     device = next(model.parameters()).device
@@ -84,118 +91,99 @@ def _measure(
     rounds: int,
     progress: Progress,
 ) -> Costs:
-    with hooks_suspended(model):  # those of the user see what the user runs, and nothing else
+    with hooks_suspended(model):  # the user's hooks see the user's steps, and nothing else
         model, optimizer = copy.deepcopy((model, optimizer))
-    sizes = _Sizes(model)
-    check_step(model, _no_update(optimizer))
-    batch = copy.deepcopy(placed(batch, model))
+    sizes = _ModuleSizes(model)
+    require_module(model)
+    refuse_wrapped(model)
+    refuse_sharded(model)
+    batch = copy.deepcopy(on_device_of(model, batch))
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     progress("warming up", 0.0)
     with sizes:
-        differentiate(model, loss_fn, params, batch)
-    operations = _operations(model, loss_fn, optimizer, params, batch)
-    calls = Calls()
+        differentiate_eagerly(model, loss_fn, params, batch)
+    operations = _operations(model, loss_fn, params, batch)
+    calls = TaskCalls()
     if device.type == "cuda":
-        operations.run(calls.task)
+        operations.run(calls.keep)
         seconds = calls.seconds(device, lambda done: progress("tasks alone", done / 2))
     else:
-        seconds = _time_steps(operations, rounds, progress)
-    update = _time_updates(optimizer, device, rounds)
-    everything = sum(sizes.of(name)[2] for name in operations.layers)
-    layers = []
-    for number, name in enumerate(operations.layers):
-        forward, input_grad, weight_grad = (seconds.get((kind, number), 0.0) for kind in (Kind.F, Kind.X, Kind.W))
-        given, made, weights = sizes.of(name)
-        own = update * weights / max(everything, 1)
-        named = name or type(model).__name__
-        layers.append(LayerCost(named, forward, input_grad, weight_grad, own, given, made, weights))
-    costs = Costs(tuple(layers), name=type(model).__name__, source="measured")
+        seconds = _time_tasks(operations, rounds, progress)
+    layers = _layer_costs(operations.layers, seconds, _time_update(optimizer, device, rounds), sizes, model)
+    costs = Costs(layers, name=type(model).__name__, source="measured")
     if device.type == "cuda":
-        costs = with_shares(
-            costs, calls, capturable_update(optimizer), device, lambda doing, done: progress(doing, 0.5 + done / 2)
-        )
-        del calls, operations
-        costs = scale_to(costs, captured_seconds(partial(_stock, model, loss_fn, batch), device))
+        update = capturable_update(optimizer)
+        costs = with_measured_shares(costs, calls, update, device, lambda doing, done: progress(doing, 0.5 + done / 2))
+        del calls, operations  # their memory: all activations
+        costs = scale_to(costs, captured_seconds(partial(_forward_and_backward, model, loss_fn, batch), device))
         progress("done", 1.0)
     return costs
 
 
-class _TaskByTask(Protocol):
-    """Forward and backward that can be run with a context for each task."""
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The names of its layers' modules, once it has run."""
-
-    def run(self, mark: Mark) -> None:
-        """Does everything once."""
-
-
 def _operations(
-    model: nn.Module,
-    loss_fn: Callable[..., Any],
-    optimizer: Optimizer,
-    params: Sequence[nn.Parameter],
-    batch: Sequence[Any],
-) -> _TaskByTask:
-    """What a step does, as it is seen to run; or as it is traced, where not all of it can be seen and done again."""
+    model: nn.Module, loss_fn: Callable[..., Any], params: Sequence[nn.Parameter], batch: Sequence[Any]
+) -> Operations:
+    """Return the operations of a step as recorded, or as traced where they cannot all be recorded and repeated."""
     try:
         operations = record_operations(model, loss_fn, params, batch)
         operations.run(lambda *_: nullcontext())
         return operations
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # who looks on meets whatever others do with torch's modes
+    except Exception as error:  # any, of the user's code and of torch's under a dispatch mode
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         announce(f"measure_costs: the step is traced, which takes longer: {why}")
-    return _Traced(model, loss_fn, optimizer, batch)
+    try:
+        return trace_operations(model, loss_fn, params, batch)
+    except (GradweaveError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # any, of torch's tracers
+        first = str(error).strip().partition("\n")[0]
+        raise UnsupportedError(
+            "a step that is measured", f"it can be neither recorded ({why}) nor traced ({first})", "simplify loss_fn"
+        ) from error
 
 
-class _Traced:
-    """A step as :func:`compile` traces it, of a batch."""
-
-    def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any], optimizer: Optimizer, batch: Sequence[Any]
-    ) -> None:
-        self._step = compile(model, loss_fn, _no_update(optimizer), lower="replay")
-        self._batch = batch
-        self._step(*batch)
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        return self._step.recorded_layers
-
-    def run(self, mark: Mark) -> None:
-        self._step.record(mark)
-        self._step(*self._batch)
-
-
-def _no_update(optimizer: Optimizer) -> Optimizer:
-    """Trains the same parameters and leaves them as they are: tracing a real update takes as long as all the rest."""
-    return torch.optim.SGD([p for group in optimizer.param_groups for p in group["params"]], lr=0.0, foreach=True)
+def _layer_costs(
+    names: Sequence[str],
+    seconds: dict[tuple[Kind, int], float],
+    update: float,
+    sizes: _ModuleSizes,
+    model: nn.Module,
+) -> tuple[LayerCost, ...]:
+    """Return the costs of all layers, with a share of the update by the size of their weights."""
+    all_weights = sum(sizes.of(name)[2] for name in names)
+    layers = []
+    for number, name in enumerate(names):
+        forward, input_grad, weight_grad = (seconds.get((kind, number), 0.0) for kind in (Kind.F, Kind.X, Kind.W))
+        inputs, outputs, weights = sizes.of(name)
+        own_update = update * weights / max(all_weights, 1)
+        shown = name or type(model).__name__
+        layers.append(LayerCost(shown, forward, input_grad, weight_grad, own_update, inputs, outputs, weights))
+    return tuple(layers)
 
 
-def _stock(model: nn.Module, loss_fn: Callable[..., Any], batch: Sequence[Any]) -> None:
-    """Forward and backward as a loop has them."""
+def _forward_and_backward(model: nn.Module, loss_fn: Callable[..., Any], batch: Sequence[Any]) -> None:
+    """Run forward and backward as an eager loop does."""
     model.zero_grad()
     loss = loss_fn(model, *batch)
     (loss[0] if isinstance(loss, tuple) else loss).backward()
 
 
-def _time_steps(operations: _TaskByTask, rounds: int, progress: Progress) -> dict[tuple[Kind, int], float]:
-    """Seconds of each task: medians of some steps, behind one that is not counted."""
+def _time_tasks(operations: Operations, rounds: int, progress: Progress) -> dict[tuple[Kind, int], float]:
+    """Return the seconds of each task on a CPU: medians of some rounds, after one that is not counted."""
     found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for number in range(rounds + 1):
-        timing = _Timing()
-        operations.run(timing.task)
-        for task, spent in timing.seconds.items() if number else ():
+        clock = _HostClock()
+        operations.run(clock.time)
+        for task, spent in clock.seconds.items() if number else ():
             found[task].append(spent)
         progress(f"round {number} of {rounds}", number / rounds)
     return {task: median(spent) for task, spent in found.items()}
 
 
-def _time_updates(optimizer: Optimizer, device: torch.device, rounds: int) -> float:
-    """Seconds of the optimizer's own step, in the form it has (plain, multi-tensor or fused)."""
+def _time_update(optimizer: Optimizer, device: torch.device, rounds: int) -> float:
+    """Return the seconds of the optimizer's own step, in the form it has (plain, multi-tensor or fused)."""
     for group in optimizer.param_groups:
         for p in filter(lambda p: p.requires_grad, group["params"]):
             p.grad = 1e-3 * torch.randn_like(p)
@@ -211,9 +199,15 @@ def _time_updates(optimizer: Optimizer, device: torch.device, rounds: int) -> fl
 
 
 def capturable_update(optimizer: Optimizer) -> Callable[[], None] | None:
-    """The step of an optimizer that is a copy, in a form that a CUDA graph can hold; None where there is none.
+    """Return the step of an optimizer in a form that a CUDA graph can hold, and change its settings to that.
 
-    Fused kernels keep their step counts on the device, so that saying so is enough.
+    Fused kernels keep their step counts on the device, so that setting ``capturable`` is enough.
+
+    Args:
+        optimizer: A copy, for measuring only.
+
+    Returns:
+        The step; None where there is no such form.
     """
     for group in optimizer.param_groups:
         if group.get("fused") and "capturable" in group:
@@ -232,22 +226,22 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class _Timing:
-    """Sums up the seconds of each task on the host's clock: for the CPU, which runs what it is given at once."""
+class _HostClock:
+    """Seconds of each task by the host's clock: for a CPU, whose operations run when they are called."""
 
     def __init__(self) -> None:
         self.seconds: dict[tuple[Kind, int], float] = defaultdict(float)
 
     @contextmanager
-    def task(self, kind: Kind, layer: int) -> Iterator[None]:
-        """Measures what runs inside."""
+    def time(self, kind: Kind, layer: int) -> Iterator[None]:
+        """Add the time of what runs inside to a task."""
         began = time.perf_counter()
         yield
         self.seconds[kind, layer] += time.perf_counter() - began
 
 
-class _Sizes:
-    """Bytes of each module's input, output and parameters, from one forward."""
+class _ModuleSizes:
+    """Bytes of each module's input, output and parameters, from one forward inside of this context."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
@@ -256,20 +250,20 @@ class _Sizes:
 
     def __enter__(self) -> None:
         for name, module in self._modules.items():
-            self._hooks.append(module.register_forward_hook(self._note(name)))
+            self._hooks.append(module.register_forward_hook(self._hook(name)))
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _note(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(_: nn.Module, given: Any, made: Any) -> None:
-            self._bytes[name] = _bytes_of(given), _bytes_of(made)
+    def _hook(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def record(_: nn.Module, inputs: Any, outputs: Any) -> None:
+            self._bytes[name] = _bytes_of(inputs), _bytes_of(outputs)
 
-        return note
+        return record
 
     def of(self, name: str) -> tuple[int, int, int]:
-        """Of a module's input, output and own parameters."""
+        """Return the bytes of a module's input, output and own parameters."""
         weights = _bytes_of(list(self._modules[name].parameters(recurse=False)))
         return (*self._bytes.get(name, (0, 0)), weights)
 

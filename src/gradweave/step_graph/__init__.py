@@ -1,1 +1,1 @@
-"""The graph of a training step: what its nodes are, which task each belongs to, and how to run it task by task."""
+"""The graph of a training step: what it differentiates, which task each node belongs to, how to run it by task."""

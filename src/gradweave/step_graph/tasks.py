@@ -1,17 +1,25 @@
-"""Which task of the schedule each operation of a traced step belongs to."""
+"""The task of the schedule that each operation of a step belongs to."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from gradweave.compiler.trace import TracedStep, changed_by, phase_of, root
 from gradweave.schedule.tasks import Kind
+from gradweave.step_graph.nodes import changed_by, phase_of, root
+
+
+class Place(NamedTuple):
+    """A kind of task, and the number of the layer it is for."""
+
+    kind: Kind
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -20,50 +28,41 @@ class StepTasks:
 
     Attributes:
         places: The task of every operation.
-        layers: The name of each layer's module.
+        layers: The module name of every layer.
     """
 
     places: dict[Node, Place]
     layers: tuple[str, ...]
 
 
-class Place(NamedTuple):
-    """A kind of task, and the layer it is for."""
-
-    kind: Kind
-    layer: int
-
-
-def tasks_of(traced: TracedStep, model: nn.Module) -> StepTasks:
-    """The task of every operation.
-
-    Layers are the modules that have trainable parameters of their own, in the order in which forward
-    first reads them. What has no parameter goes with the layer before it in forward, and with the
-    layer that waits for it in backward. Backward is W where it serves the gradients of one layer
-    and reads no other one's weights, and X otherwise. Clipping counts as update; what is one number for all
-    layers, such as a norm, is layer 0's.
-    """
-    nodes = list(traced.graph.graph.nodes)
-    owners = dict(zip((n for n in nodes if n.op == "placeholder"), traced.owners, strict=True))
-    owner = {node: index for node, index in owners.items() if index is not None}
-    return tasks_among(nodes, owner, module_names(traced.optimizer.params, model), {})
-
-
-def tasks_among(
-    nodes: Sequence[Node], owner: Mapping[Node, int], names: Sequence[str], gradients: Mapping[Node, Sequence[int]]
+def tasks_of(
+    graph: Graph,
+    owners: Sequence[int | None],
+    names: Sequence[str],
+    gradients: Mapping[Node, Sequence[int]] | None = None,
 ) -> StepTasks:
-    """As :func:`tasks_of`, of operations that need not be a whole step.
+    """Assign every operation of a step, or of its forward and backward, to a task.
+
+    Layers are the modules that have trainable parameters of their own, in the order in which forward first reads them.
+    An operation without parameters belongs to the layer before it in forward, and to the layer that waits for it in
+    backward. Backward is W where it serves the gradients of one layer and reads no other one's weights, and X
+    otherwise. Clipping counts as update; what is one number for all layers, such as a norm, is layer 0's.
 
     Args:
-        nodes: In their order; each knows its phase.
-        owner: Which of the trainable parameters an input is, or belongs to.
-        names: The module of each trainable parameter.
-        gradients: Of which parameters an operation gives the gradient, where no update is there to tell.
+        graph: Its nodes know their phases.
+        owners: For each input of the graph, the trainable parameter that it is, or belongs to; None for others.
+        names: The module name of each trainable parameter, as by :func:`module_names`.
+        gradients: The parameters that an operation returns the gradient of, in a graph without the update by which that
+            is known otherwise.
     """
+    nodes = list(graph.nodes)
+    inputs = zip((node for node in nodes if node.op == "placeholder"), owners, strict=True)
+    owner = {node: index for node, index in inputs if index is not None}
     layers = _layers(names, nodes, owner)
-    owned = {node: layers[names[index]] for node, index in owner.items()}
-    serves = _served(nodes, owned, {node: {layers[names[index]] for index in of} for node, of in gradients.items()})
-    weights = dict(owned)
+    weights = {node: layers[names[index]] for node, index in owner.items()}
+    given = {node: {layers[names[index]] for index in of} for node, of in (gradients or {}).items()}
+    serves = _served_layers(nodes, weights, given)
+    weights = dict(weights)
     places: dict[Node, Place] = {}
     for node in nodes:
         if node.op != "call_function":
@@ -71,32 +70,32 @@ def tasks_among(
         used = node.all_input_nodes
         reads = {weights[n] for n in used if n in weights}
         if len(used) == 1 and reads:
-            weights[node] = min(reads)
+            weights[node] = min(reads)  # a view or a cast of a weight
         phase = phase_of(node)
         if phase == "forward":
             before = [places[n].layer for n in used if n in places]
             places[node] = Place(Kind.F, max([*reads, *before], default=0))
         elif phase == "backward":
-            places[node] = _backward(reads, serves[node])
+            places[node] = _backward_place(reads, serves[node])
         else:
             places[node] = Place(Kind.U, min(serves[node]) if len(serves[node]) == 1 else 0)
     return StepTasks(places, tuple(layers))
 
 
-def _backward(reads: set[int], serves: set[int]) -> Place:
+def _backward_place(reads: set[int], serves: set[int]) -> Place:
     if len(serves) == 1 and reads <= serves:
         return Place(Kind.W, min(serves))
     return Place(Kind.X, max(reads or serves, default=0))
 
 
 def module_names(params: Sequence[nn.Parameter], model: nn.Module) -> list[str]:
-    """The module of each parameter."""
+    """Return the name of the module that each parameter belongs to; ``""`` for those that no module has."""
     module_of = {id(p): name for name, module in model.named_modules() for p in module.parameters(recurse=False)}
     return [module_of.get(id(p), "") for p in params]
 
 
 def _layers(names: Sequence[str], nodes: Sequence[Node], owner: Mapping[Node, int]) -> dict[str, int]:
-    """A number for each module, in the order in which the graph first reads their parameters."""
+    """Number the modules in the order in which the graph first reads their parameters."""
     order: dict[str, int] = {}
     for node in nodes:
         for used in node.all_input_nodes:
@@ -108,16 +107,16 @@ def _layers(names: Sequence[str], nodes: Sequence[Node], owner: Mapping[Node, in
     return order
 
 
-def _served(
-    nodes: Sequence[Node], owned: Mapping[Node, int], gradients: Mapping[Node, set[int]]
+def _served_layers(
+    nodes: Sequence[Node], weights: Mapping[Node, int], gradients: Mapping[Node, set[int]]
 ) -> dict[Node, set[int]]:
-    """The layers whose weights or state each operation's result goes into, or whose gradients it is.
+    """Return the layers whose weights, state or gradients each operation's result flows into.
 
-    What becomes a single number, as all gradients do in their norm, is not followed further.
+    A common norm makes every gradient flow into every weight, so results that become one number are not followed.
     """
     serves: dict[Node, set[int]] = {node: set(gradients.get(node, ())) for node in nodes}
     for node in reversed(nodes):
-        serves[node] |= {owned[target] for n in changed_by(node) if (target := root(n)) in owned}
+        serves[node] |= {weights[target] for n in changed_by(node) if (target := root(n)) in weights}
         ends_here = phase_of(node) in ("gradients", "update") and _is_one_number(node)
         for used in node.all_input_nodes:
             if not ends_here or _is_one_number(used):
@@ -128,3 +127,26 @@ def _served(
 def _is_one_number(node: Node) -> bool:
     value: Any = node.meta.get("val")
     return not isinstance(value, torch.Tensor) or value.dim() == 0
+
+
+def split_convolution_backward(graph: Graph) -> None:
+    """Split a convolution's backward into two operations: for its input, and for its weight and bias.
+
+    ATen has one operation for all three gradients. The layer below waits for the first only, and X and W can be told
+    apart, and run apart, only if they are two.
+    """
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.aten.convolution_backward.default or node.kwargs:
+            continue
+        *arguments, (wants_input, wants_weight, wants_bias) = node.args
+        if not (wants_input and (wants_weight or wants_bias)) or any(user.target is not getitem for user in node.users):
+            continue
+        with graph.inserting_before(node):
+            of_weight, of_input = (
+                graph.call_function(node.target, (*arguments, mask))
+                for mask in ([False, wants_weight, wants_bias], [True, False, False])
+            )
+        of_weight.meta, of_input.meta = dict(node.meta), dict(node.meta)
+        for user in list(node.users):
+            user.replace_input_with(node, of_input if user.args[1] == 0 else of_weight)
+        graph.erase_node(node)

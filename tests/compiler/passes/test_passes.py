@@ -4,11 +4,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradweave
 from compiler.models import Convolutional, Deep, adamw, batches, loss_fn
-from compiler.passes.test_recompute import peak_bytes
 from gradweave._compat.tracing import fake_mode, fake_of, trace_to_graph
 from gradweave.compiler import lower, program
-from gradweave.compiler.passes.placement import has_sizes_of_values, take_out_counters, updates_at_their_gradients
-from gradweave.compiler.trace import phase_of
+from gradweave.compiler.passes.placement import has_data_dependent_sizes, take_out_counters, updates_at_their_gradients
+from gradweave.step_graph.nodes import phase_of
+from step_graph.test_recompute import peak_bytes
 
 
 @pytest.fixture
@@ -119,4 +119,4 @@ def test_batches_are_counted_by_a_compiled_step():
 )
 def test_only_masks_give_sizes_that_depend_on_values(pick, is_of_values):
     graph = make_fx(pick, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.randn(3, 4))
-    assert has_sizes_of_values(graph) is is_of_values
+    assert has_data_dependent_sizes(graph) is is_of_values

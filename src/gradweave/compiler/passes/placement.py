@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import getitem
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from gradweave._compat.eager import memory_of
-from gradweave.compiler.trace import changed_by, phase_of
+from gradweave.step_graph.nodes import changed_by, has_data_dependent_size, memory_of_node, phase_of
 
 
 def updates_at_their_gradients(graph: GraphModule) -> None:
@@ -29,8 +27,8 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
     earliest: dict[Node, int] = {}
     forward = max((place[node] for node in nodes if phase_of(node) == "forward"), default=0)
     for node in nodes:
-        memories = {memory for n in (node, *node.all_input_nodes) if (memory := _memory(n)) is not None}
-        changed = {memory for n in changed_by(node) if (memory := _memory(n)) is not None}
+        memories = {memory for n in (node, *node.all_input_nodes) if (memory := memory_of_node(n)) is not None}
+        changed = {memory for n in changed_by(node) if (memory := memory_of_node(n)) is not None}
         if node not in update:
             read_until.update(dict.fromkeys(memories, place[node]))
             written.update(dict.fromkeys(changed, place[node]))
@@ -50,19 +48,14 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def has_sizes_of_values(graph: GraphModule) -> bool:
-    """Whether a result's size depends on the values it is computed from, so that each step has sizes of its own."""
-    return any(_has_size_of_values(node) for node in graph.graph.nodes)
+def has_data_dependent_sizes(graph: GraphModule) -> bool:
+    """Return whether a result's size depends on the values it is computed from, so that it differs between steps."""
+    return any(_has_data_dependent_size(node) for node in graph.graph.nodes)
 
 
-def _has_size_of_values(node: Node) -> bool:
-    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
-        return False
-    if node.target is not torch.ops.aten.index.Tensor:
-        return True
-    # Torch tags indexing as a whole; only masks pick as many elements as their values say.
-    indices = [x.meta.get("val") for x in node.args[1] if isinstance(x, Node)]  # type: ignore[union-attr]
-    return any(x is None or x.dtype in (torch.bool, torch.uint8) for x in indices)
+def _has_data_dependent_size(node: Node) -> bool:
+    given: Sequence[Any] = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple)) else ()
+    return has_data_dependent_size(node.target, [x.meta.get("val") for x in given if isinstance(x, Node)])
 
 
 def draws_in_update(graph: GraphModule) -> bool:
@@ -72,40 +65,6 @@ def draws_in_update(graph: GraphModule) -> bool:
         for node in graph.graph.nodes
         if node.op == "call_function" and phase_of(node) == "update"
     )
-
-
-def split_convolutions(graph: GraphModule) -> None:
-    """Makes two operations of a convolution's backward: one for its input, and one for its weight and bias.
-
-    Only the first is what the layer below waits for.
-    """
-    split_convolutions_of(graph.graph)
-    graph.recompile()
-
-
-def split_convolutions_of(graph: Graph) -> None:
-    """As :func:`split_convolutions`, of a graph that is no module's."""
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.convolution_backward.default or node.kwargs:
-            continue
-        *arguments, (wants_input, wants_weight, wants_bias) = node.args
-        if not (wants_input and (wants_weight or wants_bias)) or any(user.target is not getitem for user in node.users):
-            continue
-        with graph.inserting_before(node):
-            of_weight, of_input = (
-                graph.call_function(node.target, (*arguments, mask))
-                for mask in ([False, wants_weight, wants_bias], [True, False, False])
-            )
-        of_weight.meta, of_input.meta = dict(node.meta), dict(node.meta)
-        for user in list(node.users):
-            user.replace_input_with(node, of_input if user.args[1] == 0 else of_weight)
-        graph.erase_node(node)
-
-
-def _memory(node: Node) -> int | None:
-    """What names the memory behind a node's value, the same for all views of it."""
-    value = node.meta.get("val")
-    return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def take_out_counters(graph: GraphModule, inputs: int) -> list[int]:

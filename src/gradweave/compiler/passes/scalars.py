@@ -17,10 +17,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gradweave._compat.eager import memory_of
 from gradweave._compat.tracing import is_symbolic, trace_to_graph
 from gradweave.compiler.tensor_forms import FUNCTIONS, IN_PLACE, new_value
-from gradweave.compiler.trace import TracedStep, changed_by, root
+from gradweave.compiler.trace import TracedStep
+from gradweave.step_graph.nodes import changed_by, memories_of, memory_of_node, root
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,11 @@ def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set
             used = node.all_input_nodes
             if node.op == "call_function" and node not in stay and used and all(n in moved for n in used):
                 moved.add(node)
-        changed = {memory for node in nodes if node not in moved for n in changed_by(node) if (memory := _memory(n))}
-        touched = {node for node in moved if _memory(node) in changed}
+        changed = memories_of(n for node in nodes if node not in moved for n in changed_by(node))
+        touched = {node for node in moved if memory_of_node(node) in changed}
         if not touched:
             return moved
         stay |= touched
-
-
-def _memory(node: Node) -> int | None:
-    """What names the memory behind a node's value; numbers have none."""
-    value = node.meta.get("val")
-    return memory_of(value) if isinstance(value, torch.Tensor) else None
 
 
 class _Emulator:

@@ -6,7 +6,7 @@ comes first, and two pieces that need nothing of each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gradweave._compat.eager import memory_of
-from gradweave.compiler.trace import changed_by, is_mutable, phase_of
 from gradweave.errors import ArgumentError
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.policies import plan
 from gradweave.schedule.tasks import Kind
+from gradweave.step_graph.nodes import changed_by, is_mutable, memories_of, phase_of
 from gradweave.step_graph.tasks import Place
 
 _PLACE = "gradweave_place"
@@ -146,12 +145,12 @@ def _needed_elsewhere(side: Collection[Node]) -> set[Node]:
 def _in_conflict(nodes: Sequence[Node], side: Collection[Node], first: Collection[Node]) -> set[Node]:
     """What writes to memory that the other piece touches, or reads what that writes."""
     others = [node for node in nodes if node not in side and node not in first]
-    touched = {memory for node in others for memory in _memories((node, *node.all_input_nodes))}
-    written = {memory for node in others for memory in _memories(changed_by(node))}
+    touched = {memory for node in others for memory in memories_of((node, *node.all_input_nodes))}
+    written = {memory for node in others for memory in memories_of(changed_by(node))}
     return {
         node
         for node in side
-        if touched & _memories(changed_by(node)) or written & _memories((node, *node.all_input_nodes))
+        if touched & memories_of(changed_by(node)) or written & memories_of((node, *node.all_input_nodes))
     }
 
 
@@ -160,18 +159,13 @@ def _out_of_order(nodes: Sequence[Node], first: Collection[Node]) -> bool:
     touched: set[int] = set()
     written: set[int] = set()
     for node in nodes:
-        own, changed = _memories((node, *node.all_input_nodes)), _memories(changed_by(node))
+        own, changed = memories_of((node, *node.all_input_nodes)), memories_of(changed_by(node))
         if node not in first:
             touched |= own
             written |= changed
         elif written & own or touched & changed:
             return True
     return False
-
-
-def _memories(nodes: Iterable[Node]) -> set[int]:
-    values = (node.meta.get("val") for node in nodes)
-    return {memory_of(value) for value in values if isinstance(value, torch.Tensor)}
 
 
 def _pieces(whole: GraphModule, nodes: Sequence[Node], parts: Sequence[set[Node]]) -> list[Piece] | None:
@@ -181,16 +175,16 @@ def _pieces(whole: GraphModule, nodes: Sequence[Node], parts: Sequence[set[Node]
     of it would not know that to change the one is to change the other.
     """
     given = {node for node in whole.graph.nodes if node.op == "placeholder"}
-    own = _memories(given)
-    views = [n for n in nodes if not is_mutable(n) and _memories([n]) & own]
+    own = memories_of(given)
+    views = [n for n in nodes if not is_mutable(n) and memories_of([n]) & own]
     full = [_with_views(part, views) for part in parts]
     inputs = [
         tuple(dict.fromkeys(used for n in nodes if n in part for used in n.all_input_nodes if used not in part))
         for part in full
     ]
     handed_on = [[node for node in needed if node not in given] for needed in inputs]
-    changed = {memory for node in nodes for memory in _memories(changed_by(node))}
-    if any(is_mutable(node) or _memories([node]) & changed for needed in handed_on for node in needed):
+    changed = {memory for node in nodes for memory in memories_of(changed_by(node))}
+    if any(is_mutable(node) or memories_of([node]) & changed for needed in handed_on for node in needed):
         return None
     wanted = {*whole.graph.output_node().all_input_nodes, *(node for needed in handed_on for node in needed)}
     return [

@@ -1,4 +1,4 @@
-"""Trading time for memory: activations computed anew in backward instead of kept from forward."""
+"""Trading time for memory: activations recomputed in backward instead of kept from forward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gradweave._compat.tracing import enters_autocast, fake_mode, fake_of, is_any_autocast_enabled, rematerialize
-from gradweave.compiler.refusals import NotOneGraphError
+from gradweave.step_graph.errors import NotOneGraphError
 
-AS_TORCH_DOES = 1.0
-"""The budget at which only what costs no time is computed anew, and what the user has marked."""
+DEFAULT_BUDGET = 1.0
+"""The budget of ``torch.compile``: it recomputes what costs no time, and what is checkpointed."""
 
 
 def with_recomputation(
@@ -24,23 +24,24 @@ def with_recomputation(
     *,
     exact: bool,
 ) -> Callable[..., Any]:
-    """A forward whose backward computes activations anew, so as to keep to a budget.
+    """Return a forward whose backward recomputes activations to keep to a budget.
 
     Args:
         forward: As Dynamo captured it.
         inputs: Of the forward; not changed.
-        trainable: Which inputs need gradients.
-        loss_output: Which output is differentiated.
-        budget: Share of the activations that may be kept; None for what ``torch.compile`` would keep.
-            What activation checkpointing marks is computed anew in any case, its random numbers being
-            those of the forward.
-        exact: Whether results must be those of the eager operations, bit for bit. Then nothing is
-            computed anew without a budget or checkpointing.
+        trainable: Positions of the inputs that need gradients.
+        loss_output: Position of the output that is differentiated.
+        budget: Share of the activations that may be kept; None for :data:`DEFAULT_BUDGET`. Checkpointed parts are
+            recomputed in any case, with the random numbers of the forward.
+        exact: Whether results must be those of the eager operations, bit for bit. Then nothing is recomputed without
+            a budget or checkpointing.
     """
     if budget is None:
         if exact and not is_checkpointed(forward):
             return forward
-        budget = AS_TORCH_DOES
+        budget = DEFAULT_BUDGET
+    # The partitioner traces each use of a weight with a cast of its own, and sums up their gradients in float32. In an
+    # eager step autocast's cache casts the weight once, and gradients are summed up in the low precision.
     if exact and _casts_weights_again(forward, trainable):
         raise NotOneGraphError(
             "a weight is used more than once under autocast and activation checkpointing: an eager step casts it once, "
@@ -51,39 +52,45 @@ def with_recomputation(
     for index in trainable:
         fakes[index].requires_grad_()
     with torch.enable_grad():
-        return rematerialize(_only_the_loss_has_gradients(forward, loss_output), fakes, budget, decompose=not exact)
+        return rematerialize(_with_gradient_of_loss_only(forward, loss_output), fakes, budget, decompose=not exact)
 
 
 def is_checkpointed(forward: GraphModule) -> bool:
-    """Whether a part of a forward is marked by ``torch.utils.checkpoint``."""
+    """Return whether a part of a forward is under ``torch.utils.checkpoint``."""
     return any("checkpoint" in str(node.target) for node in forward.graph.nodes if node.op == "call_function")
 
 
 def _casts_weights_again(forward: GraphModule, trainable: Sequence[int]) -> bool:
-    """Whether autocast casts for several uses of a weight, each of which would have a gradient to be cast back."""
+    """Return whether autocast may cast a weight for several uses, each with a gradient to be cast back."""
     modules = [module for module in forward.modules() if isinstance(module, GraphModule)]
     if not (is_any_autocast_enabled() or any(enters_autocast(n) for module in modules for n in module.graph.nodes)):
         return False
     inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
-    return any(_uses(forward, inputs[index]) > 1 for index in trainable)
+    return any(_count_uses(forward, inputs[index]) > 1 for index in trainable)
 
 
-def _uses(module: GraphModule, value: Node) -> int:
-    """How many operations use a value, those inside of what is checkpointed included."""
+def _count_uses(module: GraphModule, value: Node) -> int:
+    """Return how many operations use a value, those in the bodies of checkpoints included."""
     count = 0
     for user in value.users:
         inner = user.args[0] if user.args else None
         if isinstance(inner, Node) and inner.op == "get_attr":
             body: Any = module.get_submodule(str(inner.target))
             inputs = [node for node in body.graph.nodes if node.op == "placeholder"]
-            count += sum(_uses(body, inputs[place]) for place, given in enumerate(user.args[1:]) if given is value)
+            count += sum(
+                _count_uses(body, inputs[place]) for place, given in enumerate(user.args[1:]) if given is value
+            )
         else:
             count += 1
     return count
 
 
-def _only_the_loss_has_gradients(forward: GraphModule, loss_output: int) -> GraphModule:
-    """A forward whose other outputs take no part in backward, where they would have gradients of zero."""
+def _with_gradient_of_loss_only(forward: GraphModule, loss_output: int) -> GraphModule:
+    """Return a forward whose other outputs are detached.
+
+    The partitioner gives every output that requires a gradient a tangent, which would be zero here: parameters that
+    only such an output depends on would get gradients of zero instead of none.
+    """
     graph = Graph()
     outputs = list(graph.graph_copy(forward.graph, {}))  # type: ignore[arg-type]
     for index, output in enumerate(outputs):
