@@ -64,13 +64,13 @@ PRIVATE_TORCH = {
     ("fusion.backward", "_version"): _VERSIONS,
     ("fusion.influence", "_schema"): _SCHEMAS,
     ("fusion.loop_observer", "_version"): _VERSIONS,
-    ("optim.statistics.device_hooks", "_version"): _VERSIONS,
+    ("optim.kernels.gpu_statistics", "_version"): _VERSIONS,
     ("optim.statistics.hooks", "_parameters"): "parameters without those of parametrizations",
     ("reordering.queue", "_version"): _VERSIONS,
 }
 """Module and private name of torch outside of ``_compat``, with the reason."""
 
-_NOT_PRIVATE = {"_asdict", "_exit", "_getframe", "_replace"}
+_NOT_PRIVATE = {"_asdict", "_exit", "_getframe", "_fields", "_replace"}
 """Documented names of the standard library in spite of their underscore."""
 
 

@@ -19,7 +19,8 @@ from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.optim.averaging import DEFAULT, Ranks, ReplicaCheck, average_records
 from gradweave.optim.base import NO_HOOKS, Layer, VectorOptimizer, loss_scale, parameters_of
 from gradweave.optim.hyperparameters import Hyperparameters, Mode, check_hyperparameters, with_shared_arguments
-from gradweave.optim.kernels.step import FusedStep, is_capturing, is_fusible
+from gradweave.optim.kernels.launch import is_capturing
+from gradweave.optim.kernels.step import FusedStep, is_fusible
 from gradweave.optim.rules import (
     AUTHORS,
     INPUTS,

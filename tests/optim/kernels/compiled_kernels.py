@@ -5,7 +5,6 @@ Call it with the type of the layers whose sums are compiled.
 
 import re
 import sys
-from importlib import import_module
 
 import torch
 from torch import nn
@@ -13,11 +12,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from gradweave.optim import Eva, EvaF
-from gradweave.optim.kernels import first_order_triton, step_triton, sums, sums_tables, sums_triton, vectors_triton
-from gradweave.optim.kernels import step as fused
-from gradweave.optim.statistics import device_hooks
+from gradweave.optim.kernels import (
+    first_order_triton,
+    gpu_statistics,
+    launch,
+    launch_triton,
+    step,
+    step_triton,
+    sums_triton,
+)
 
-MODULES = (step_triton, vectors_triton, first_order_triton, sums_triton)
+MODULES = (launch_triton, step_triton, first_order_triton, sums_triton)
 
 
 class NoGpu:
@@ -94,24 +99,24 @@ def catch(dtype):
 def main(dtype):
     driver.set_active(NoGpu())
     kernels = Kernels()
-    fused.has_kernels = lambda _: True
-    for module in (fused, sums, sums_tables, device_hooks):
-        module.import_module = lambda name: kernels if name.endswith("_triton") else import_module(name)
+    step.has_kernels = gpu_statistics.has_kernels = lambda _: True
+    launch.import_module = lambda _: kernels
     take_steps(Eva, 0.1, "adamw")
     take_steps(EvaF, torch.tensor(0.1), "sgd")
-    for name in ("measure", "apply", "measure_flat", "apply_adamw", "apply_sgd"):
+    for name in ("measure_tiles", "update_tiles", "measure_chunks", "update_adamw", "update_sgd"):
         wide = [wide_accesses(ptx) for ptx in kernels.of(name)]
         assert any(loads for loads, _ in wide), name
         assert name.startswith("measure") or any(stores for _, stores in wide), name
         assert not all(loads for loads, _ in wide), name
     catch(dtype)
-    for name in ("sum_one", "sum_many", "fold"):
+    for name in ("sum_one", "sum_many", "add_samples"):
         assert any(re.search(r"ld\.global[^;]*\.v4|cp\.async\.cg[^;]*16", ptx) for ptx in kernels.of(name)), name
     # Addresses and places in tables are no reason to compile anew.
-    assert len(kernels.of("write_numbers")) == 1
-    assert len(kernels.of("measure")) == 4, len(kernels.of("measure"))
-    assert len(kernels.of("measure_flat")) == 2
-    assert len(kernels.of("look")) == len(kernels.of("settle")) == len(kernels.of("commit")) == 1
+    assert len(kernels.of("write_addresses")) == 1
+    assert len(kernels.of("measure_tiles")) == 4, len(kernels.of("measure_tiles"))
+    assert len(kernels.of("measure_chunks")) == 2
+    for name in ("inspect_records", "find_layer_numbers", "commit_vectors"):
+        assert len(kernels.of(name)) == 1, name
     print({name: len(found) for name, found in kernels.seen.items()})
 
 

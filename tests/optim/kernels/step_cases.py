@@ -1,4 +1,4 @@
-"""Steps in kernels against steps without, in Triton's interpreter; test_fused.py runs this in a process of its own.
+"""Steps in kernels against steps without, in Triton's interpreter; test_step.py runs this in a process of its own.
 
 Directions are small against gradients where these point along the vectors, and rounding then shows: what is compared
 closely has a damping that keeps them large, and the slow side is in double precision.
@@ -15,24 +15,26 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradweave.optim import Eva, EvaF
-from gradweave.optim.kernels import step as fused
-from gradweave.optim.kernels.step_tables import Blocks
+from gradweave.optim.kernels import step as kernel_step
+from gradweave.optim.kernels.step_tables import BlockSizes
 from optim.models import images, loss_of, make_conv, make_mlp, rows, train, weights
 
 BOTH = [Eva, EvaF]
 every = pytest.mark.parametrize("cls", BOTH)
-SMALL = Blocks(rows=2, columns=8, narrow_rows=4, narrow_columns=4, most=2, vector=4, long=8, parts=2, flat=16)
+SMALL = BlockSizes(
+    rows=2, columns=8, narrow_rows=4, narrow_columns=4, max_repeats=2, vector=4, long=8, parts=2, flat=16
+)
 
 
 @pytest.fixture(autouse=True)
 def kernels_on_the_cpu(monkeypatch):
     """Kernels run, small layers have output vectors, and memory that nobody has written to is not a number."""
     monkeypatch.setattr("gradweave.optim.eva.FEWEST_OUTPUTS", 2)
-    before, fused.has_kernels = fused.has_kernels, lambda _: True
+    before, kernel_step.has_kernels = kernel_step.has_kernels, lambda _: True
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-    fused.has_kernels = before
+    kernel_step.has_kernels = before
 
 
 class with_blocks:
@@ -40,10 +42,10 @@ class with_blocks:
         self.blocks = blocks
 
     def __enter__(self):
-        self.before, fused.BLOCKS = fused.BLOCKS, self.blocks
+        self.before, kernel_step.BLOCK_SIZES = kernel_step.BLOCK_SIZES, self.blocks
 
     def __exit__(self, *_):
-        fused.BLOCKS = self.before
+        kernel_step.BLOCK_SIZES = self.before
 
 
 def give(model, optimizer, slow, slow_optimizer, seed, *, loss_scale=1.0):
@@ -144,7 +146,7 @@ def test_programs_keep_to_themselves(cls):
 def test_the_sizes_that_a_gpu_gets(cls):
     compare(
         lambda: nn.Sequential(nn.Linear(300, 70), nn.Linear(64, 50), nn.Conv2d(3, 5, 3), nn.LayerNorm(2100)),
-        cls, blocks=Blocks(),
+        cls, blocks=BlockSizes(),
     )  # fmt: skip
 
 
@@ -354,11 +356,11 @@ def test_a_captured_step_has_addresses_of_its_own(monkeypatch):
     optimizer, stock = EvaF(model), EvaF(other)
 
     def step(capturing):
-        monkeypatch.setattr(fused, "is_capturing", lambda _: capturing)
+        monkeypatch.setattr(kernel_step, "is_capturing", lambda _: capturing)
         x = rows(1)[0]
         held = torch.zeros(1000)  # gradients are elsewhere than before
         train(model, optimizer, [x])
-        monkeypatch.setattr(fused, "is_capturing", lambda _: False)
+        monkeypatch.setattr(kernel_step, "is_capturing", lambda _: False)
         train(other, stock, [x])
         assert torch.allclose(weights(model), weights(other), atol=1e-5)
         return held
@@ -367,9 +369,9 @@ def test_a_captured_step_has_addresses_of_its_own(monkeypatch):
     assert not optimizer._fused.plans
     step(capturing=False)
     (plan,) = optimizer._fused.plans.values()
-    before = plan.addresses["gradients"]._table.clone()
+    before = plan.gradients._table.clone()
     kept = [step(capturing=True)]
-    assert torch.equal(before, plan.addresses["gradients"]._table)
+    assert torch.equal(before, plan.gradients._table)
     assert plan.is_in_graph
     kept.append(step(capturing=False))
 

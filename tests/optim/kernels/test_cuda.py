@@ -8,7 +8,7 @@ from torch import nn
 
 import gradweave
 from gradweave.optim import Eva, EvaF, EvaS
-from gradweave.optim.kernels import step as fused
+from gradweave.optim.kernels import gpu_statistics, step
 from optim.models import images, loss_of, make_conv, train, weights
 
 pytestmark = [
@@ -21,11 +21,16 @@ pytestmark = [
 every = pytest.mark.parametrize("cls", [Eva, EvaF, EvaS])
 
 
+def use_kernels(monkeypatch, *, enabled):
+    for module in (step, gpu_statistics):
+        monkeypatch.setattr(module, "has_kernels", lambda _: enabled)
+
+
 @pytest.fixture(autouse=True, params=[False, True], ids=["torch", "kernels"])
 def kernels(request, monkeypatch):
     """Whether steps are taken in kernels of our own."""
     if not request.param:
-        monkeypatch.setattr(fused, "has_kernels", lambda _: False)
+        use_kernels(monkeypatch, enabled=False)
     return request.param
 
 
@@ -177,7 +182,7 @@ def test_a_state_dict_that_was_on_the_cpu(cls):
 
 def records_after(model, cls, x, dtype, monkeypatch, *, with_kernels):
     """What a model's layers have caught after a backward of its copy."""
-    monkeypatch.setattr(fused, "has_kernels", lambda _: with_kernels)
+    use_kernels(monkeypatch, enabled=with_kernels)
     model = copy.deepcopy(model)
     optimizer = cls(model)
     with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):

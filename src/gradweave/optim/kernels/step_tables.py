@@ -1,58 +1,199 @@
-"""Tables by which kernels find many tensors: what is where in a step, made once for a set of shapes.
+"""Tables by which the kernels of a step find many tensors; made once for a set of shapes.
 
-A *layer* is a weight with its vectors; its *matrices* are its groups, as they are stored; a *tile* is
-what one program reads of a matrix; a *block* is a stretch of one of its two products with vectors. What has
-no vectors is cut into *chunks*. Rows of the tables, all of int64:
+Each ``NamedTuple`` here is the schema of a table, whose rows are its instances, as int64. Kernels take the numbers of
+columns from the same classes (see :func:`gradweave.optim.kernels.launch_triton.columns_of`).
 
-- layer (8): elements of its input vectors and of its output vectors, length of its record, nothing, first matrix,
-  number of matrices.
-- matrix (24): layer, group, rows, columns, taps that come before channels in a row (1 for none), length of
-  the input and of the output vector, and as places in the buffer of vectors: the new input vector, the new
-  output vector, the one on the rows (-1 for none), the one on the columns (likewise), both products, parts of
-  both products (behind the product along rows and its parts come the squares of rows and theirs, and the largest
-  gradients of rows and theirs); rows of a tile, number of parts of both products, first block and number of blocks,
-  first tile and number of tiles, whether there is a bias, whether it is stored transposed.
-- tile (4): matrix, first row, row behind the last, first column.
-- block (4): matrix, whether of the product along columns, first element.
-- chunk (4): tensor, first element, element behind the last.
-
-Addresses are in tables of their own, since gradients move from step to step: per layer those of the weight,
-its momentum, the bias, its momentum, the record, the input vectors, the output vectors and the size (8), and of
-both gradients (2); per tensor without vectors those of the parameter, its state and its number of steps (4), and
-of the gradient (1).
+A *layer* is a weight with its vectors; its *matrices* are its groups, as they are stored. A *tile* is what one program
+reads of a matrix. A *block* is a stretch of one of a matrix's two products with vectors. Parameters without vectors are
+cut into *chunks*. Addresses are in tables of their own, since those of gradients change from step to step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-_ENOUGH_TILES = 1200
-"""Below some such number multiprocessors wait for the last ones; tall tiles have fewer parts to add up."""
+_TARGET_TILES = 1200
+"""With much fewer tiles, multiprocessors wait for the last ones; with more, there are more parts to add up."""
+
+
+class LayerRow(NamedTuple):
+    """Row of the layer table."""
+
+    inputs: int
+    """Elements of all of its input vectors."""
+    outputs: int
+    """Elements of all of its output vectors."""
+    record_length: int
+    unused: int
+    first_matrix: int
+    matrices: int
+    unused_too: int = 0
+    padding: int = 0
+
+
+class MatrixRow(NamedTuple):
+    """Row of the matrix table. Fields that end in ``_at`` are offsets into the scratch buffer of vectors."""
+
+    layer: int
+    group: int
+    """Number of the matrix in its layer."""
+    rows: int
+    columns: int
+    taps: int
+    """Taps of a convolution's kernel that come before channels in memory; 1 if channels come first."""
+    inputs: int
+    """Length of the input vector."""
+    outputs: int
+    """Length of the output vector; 0 without one."""
+    new_inputs_at: int
+    new_outputs_at: int
+    u_at: int
+    """Vector on the rows; -1 without one."""
+    v_at: int
+    """Vector on the columns; -1 without one."""
+    q_at: int
+    """Product along the rows, followed by each row's square and by each row's largest gradient."""
+    w_at: int
+    """Product along the columns."""
+    q_parts_at: int
+    """Parts of what is at ``q_at``: all parts of the product, then those of the squares, then of the largest."""
+    w_parts_at: int
+    tile_rows: int
+    q_parts: int
+    """Number of parts of ``q``: one for each tile beside another."""
+    w_parts: int
+    """Number of parts of ``w``: one for each tile below another."""
+    first_block: int
+    blocks: int
+    first_tile: int
+    tiles: int
+    has_bias: int
+    is_transposed: int
+    """Whether the input vector belongs to the rows."""
+
+
+class TileRow(NamedTuple):
+    """Row of the tile table."""
+
+    matrix: int
+    first_row: int
+    end_row: int
+    first_column: int
+
+
+class BlockRow(NamedTuple):
+    """Row of the block table."""
+
+    matrix: int
+    is_of_columns: int
+    """Whether it is a stretch of ``w`` and not of ``q``."""
+    start: int
+    padding: int = 0
+
+
+class ChunkRow(NamedTuple):
+    """Row of the chunk table."""
+
+    tensor: int
+    start: int
+    end: int
+    padding: int = 0
+
+
+class LayerTensors(NamedTuple):
+    """Tensors of a layer that stay where they are: a row of a table of addresses, 0 for what it does not have."""
+
+    weight: torch.Tensor
+    momentum: torch.Tensor
+    bias: torch.Tensor | None
+    bias_momentum: torch.Tensor | None
+    record: torch.Tensor
+    input_vector: torch.Tensor
+    output_vector: torch.Tensor | None
+    size: torch.Tensor
+
+
+class GradientTensors(NamedTuple):
+    """Gradients of a layer, which each step may allocate: a row of a table of addresses."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class FirstOrderTensors(NamedTuple):
+    """A parameter without vectors and its state: a row of a table of addresses, 0 for what its rule does not need."""
+
+    parameter: torch.Tensor
+    first_moment: torch.Tensor
+    """AdamW's, or SGD's momentum."""
+    second_moment: torch.Tensor | None
+    step: torch.Tensor | None
+
+
+class BlockSums(NamedTuple):
+    """Sums of a block, in float32: scratch between two kernels."""
+
+    q_square: float
+    u_q: float
+    u_bias: float
+    row_squares: float
+    w_square: float
+    largest: float
+    unused: float
+    padding: float
+
+
+class MatrixNumbers(NamedTuple):
+    """Numbers of a matrix, in float32: scratch between kernels."""
+
+    alpha: float
+    beta: float
+    alpha_uq: float
+    u_bias: float
+    removed_square: float
+    square: float
+    rest_square: float
+    twice_alpha: float
+
+
+class LayerNumbers(NamedTuple):
+    """Numbers of a layer, in float32: scratch between kernels."""
+
+    is_useful: float
+    places: float
+    has_inputs: float
+    unused: float
+    scale: float
+    row_size: float
+    unused_too: float
+    padding: float
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockSizes:
     """How much one program does; all are powers of two.
 
     Attributes:
         rows: Rows of a wide matrix that are read at once.
-        columns: Columns of a tile of it.
-        narrow_rows: The same of a matrix that has no more columns than a narrow tile.
-        narrow_columns: Columns of a narrow tile.
-        most: How many times as many rows a tile has at most.
-        vector: Elements of a product, or of a row of sums, at once.
-        long: Elements of a vector that one program goes through.
-        parts: Parts of a product that are added at once.
-        flat: Elements of what has no vectors.
+        columns: Columns of a wide matrix's tile.
+        narrow_rows: Rows that are read at once of a matrix with no more than ``narrow_columns`` columns.
+        narrow_columns: Columns of a narrow matrix's tile.
+        max_repeats: How many times as many rows a tile has as are read at once, at most.
+        vector: Elements of a product, or of a table of sums, at once.
+        long: Elements of a vector at once, where one program goes through all of it.
+        parts: Parts of a product that are added up at once.
+        flat: Elements of a chunk.
     """
 
     rows: int = 16
     columns: int = 256
     narrow_rows: int = 64
     narrow_columns: int = 64
-    most: int = 16
+    max_repeats: int = 16
     vector: int = 256
     long: int = 8192
     parts: int = 16
@@ -61,184 +202,286 @@ class Blocks:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer's tables depend on.
+    """What a layer's rows in the tables depend on.
 
     Attributes:
-        member: Number of its parameter group.
-        groups: Number of matrices.
-        rows: Of a matrix as it is stored.
-        columns: The same.
-        taps: Of a kernel, if they come before channels in a row.
-        with_outputs: Whether it has output vectors.
-        with_bias: Whether it has a bias.
-        transposed: Whether the input vector belongs to the rows as they are stored.
-        aligned: Whether its memory begins where several elements can be read at once.
+        group_index: Number of its parameter group.
+        matrices: Number of its matrices.
+        rows: Rows of a matrix as it is stored.
+        columns: Columns of a matrix as it is stored.
+        taps: Taps of a convolution's kernel, if they come before channels in memory; else 1.
+        has_outputs: Whether it has output vectors.
+        has_bias: Whether it has a bias.
+        is_transposed: Whether the input vector belongs to the rows as they are stored.
+        is_aligned: Whether its memory begins at multiples of 16 bytes.
     """
 
-    member: int
-    groups: int
+    group_index: int
+    matrices: int
     rows: int
     columns: int
     taps: int
-    with_outputs: bool
-    with_bias: bool
-    transposed: bool
-    aligned: bool
+    has_outputs: bool
+    has_bias: bool
+    is_transposed: bool
+    is_aligned: bool
 
 
 @dataclass(frozen=True)
-class FlatShape:
-    """What the chunks of a parameter without vectors depend on: its group, its elements, its memory's beginning."""
+class FirstOrderShape:
+    """What the chunks of a parameter without vectors depend on.
 
-    member: int
+    Attributes:
+        group_index: Number of its parameter group.
+        elements: How many it has.
+        is_aligned: Whether its memory begins at a multiple of 16 bytes.
+    """
+
+    group_index: int
     elements: int
-    aligned: bool
+    is_aligned: bool
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Tiles or chunks that one launch takes: one behind the other, of one parameter group, all alike."""
+class Range(NamedTuple):
+    """Consecutive rows of a table."""
 
-    member: int
-    aligned: bool
     first: int
-    count: int
-    rows: int = 0
-    columns: int = 0
+    length: int
 
 
 @dataclass(frozen=True)
-class Tables:
-    """The tables on the device, and the sizes of what a step writes to."""
+class TileLaunch:
+    """Consecutive tiles that one launch takes: of one parameter group, of one size, and all aligned or none.
+
+    Attributes:
+        group_index: Number of the parameter group.
+        is_aligned: Whether rows begin at multiples of 16 bytes.
+        tiles: The tiles.
+        rows: Rows that are read at once.
+        columns: Columns of a tile.
+    """
+
+    group_index: int
+    is_aligned: bool
+    tiles: Range
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class ChunkLaunch:
+    """Consecutive chunks that one launch takes: of one parameter group, and all aligned or none.
+
+    Attributes:
+        group_index: Number of the parameter group.
+        is_aligned: Whether chunks begin, and tensors end, at multiples of 16 bytes.
+        chunks: The chunks.
+    """
+
+    group_index: int
+    is_aligned: bool
+    chunks: Range
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """The tables on the device, what each launch takes of them, and sizes of scratch memory.
+
+    Attributes:
+        layers: Rows of :class:`LayerRow`.
+        matrices: Rows of :class:`MatrixRow`.
+        tiles: Rows of :class:`TileRow`.
+        blocks: Rows of :class:`BlockRow`.
+        chunks: Rows of :class:`ChunkRow`.
+        counts: Number of rows of each table, by its name.
+        matrices_of: The matrices of each parameter group, by its number.
+        blocks_of: The blocks of each parameter group, by its number.
+        tile_launches: Launches over tiles.
+        chunk_launches: Launches over chunks.
+        vector_elements: Size of the scratch buffer of vectors.
+        has_left: Whether any matrix has a vector on its rows.
+    """
 
     layers: torch.Tensor
     matrices: torch.Tensor
     tiles: torch.Tensor
     blocks: torch.Tensor
     chunks: torch.Tensor
-    matrices_of: dict[int, tuple[int, int]]
-    blocks_of: dict[int, tuple[int, int]]
-    tile_segments: tuple[Segment, ...]
-    chunk_segments: tuple[Segment, ...]
-    elements: int
-    with_left: bool
-    count_of: dict[str, int]
+    counts: dict[str, int]
+    matrices_of: dict[int, Range]
+    blocks_of: dict[int, Range]
+    tile_launches: tuple[TileLaunch, ...]
+    chunk_launches: tuple[ChunkLaunch, ...]
+    vector_elements: int
+    has_left: bool
+
+
+def make_tables(
+    shapes: Sequence[LayerShape], first_order: Sequence[FirstOrderShape], sizes: BlockSizes, device: torch.device
+) -> StepTables:
+    """Make the tables of a set of shapes, and copy them to the device, which may wait for it.
+
+    Args:
+        shapes: Of layers.
+        first_order: Of parameters without vectors.
+        sizes: How much one program does.
+        device: Where the step runs.
+    """
+    draft = _Draft(sizes, shapes)
+    for shape in shapes:
+        draft.add_layer(shape)
+    tile_launches = draft.group_tiles()
+    chunk_launches = draft.add_chunks(first_order)
+    rows: dict[str, Sequence[tuple[int, ...]]] = {
+        "layers": draft.layers,
+        "matrices": draft.matrices,
+        "tiles": draft.tiles,
+        "blocks": draft.blocks,
+        "chunks": draft.chunks,
+    }
+    tables = {name: torch.tensor(table or [[0]], dtype=torch.int64).to(device) for name, table in rows.items()}
+    return StepTables(
+        **tables,
+        counts={name: len(table) for name, table in rows.items()},
+        matrices_of=draft.matrices_of,
+        blocks_of=draft.blocks_of,
+        tile_launches=tile_launches,
+        chunk_launches=chunk_launches,
+        vector_elements=draft.vector_elements,
+        has_left=draft.has_left,
+    )
 
 
 @dataclass
 class _Draft:
-    with_left: bool
-    most: int
-    layers: list[list[int]] = field(default_factory=list)
-    matrices: list[list[int]] = field(default_factory=list)
-    tiles: list[list[int]] = field(default_factory=list)
-    blocks: list[list[int]] = field(default_factory=list)
-    chunks: list[list[int]] = field(default_factory=list)
-    segments: dict[tuple[int, bool, int, int], list[int]] = field(default_factory=dict)
-    elements: int = 0
+    """Tables that are being made."""
 
-    def place(self, size: int) -> int:
-        """Room in the buffer of vectors."""
-        start, self.elements = self.elements, self.elements + size
+    sizes: BlockSizes
+    shapes: Sequence[LayerShape]
+    layers: list[LayerRow] = field(default_factory=list)
+    matrices: list[MatrixRow] = field(default_factory=list)
+    tiles: list[TileRow] = field(default_factory=list)
+    blocks: list[BlockRow] = field(default_factory=list)
+    chunks: list[ChunkRow] = field(default_factory=list)
+    matrices_of: dict[int, Range] = field(default_factory=dict)
+    blocks_of: dict[int, Range] = field(default_factory=dict)
+    vector_elements: int = 0
+
+    def __post_init__(self) -> None:
+        elements = sum(shape.matrices * shape.rows * shape.columns for shape in self.shapes)
+        enough = elements // (self.sizes.rows * self.sizes.columns * _TARGET_TILES)
+        self.has_left = any(shape.has_outputs or shape.is_transposed for shape in self.shapes)
+        self._max_repeats = min(self.sizes.max_repeats, max(enough, 2))
+        self._alike: dict[tuple[int, bool, int, int], list[int]] = {}
+
+    def add_layer(self, shape: LayerShape) -> None:
+        """Add a layer, its matrices, and their blocks and tiles; layers of one parameter group come in a row."""
+        first_matrix, first_block = len(self.matrices), len(self.blocks)
+        inputs, outputs = (shape.rows, shape.columns) if shape.is_transposed else (shape.columns, shape.rows)
+        outputs = outputs if shape.has_outputs else 0
+        for group in range(shape.matrices):
+            self._add_matrix(group, shape, inputs, outputs)
+        self.layers.append(
+            LayerRow(
+                inputs=shape.matrices * inputs,
+                outputs=shape.matrices * outputs,
+                record_length=shape.matrices * inputs + 1,
+                unused=0,
+                first_matrix=first_matrix,
+                matrices=shape.matrices,
+            )
+        )
+        _extend(self.matrices_of, shape.group_index, first_matrix, len(self.matrices))
+        _extend(self.blocks_of, shape.group_index, first_block, len(self.blocks))
+
+    def _add_matrix(self, group: int, shape: LayerShape, inputs: int, outputs: int) -> None:
+        number, rows, columns, sizes = len(self.matrices), shape.rows, shape.columns, self.sizes
+        is_narrow = columns <= sizes.narrow_columns
+        rows_at_once, tile_columns = (
+            (sizes.narrow_rows, sizes.narrow_columns) if is_narrow else (sizes.rows, sizes.columns)
+        )
+        # Eight tiles or more below each other, where there are rows enough: a program takes a tile's rows in turn.
+        tile_rows = rows_at_once * min(max(rows // (rows_at_once * 8), 1), self._max_repeats)
+        q_parts, w_parts = -(-columns // tile_columns), -(-rows // tile_rows)
+        new_inputs_at = self._reserve(inputs)
+        new_outputs_at = self._reserve(outputs) if outputs else -1
+        u_at, v_at = (new_inputs_at, new_outputs_at) if shape.is_transposed else (new_outputs_at, new_inputs_at)
+        tiles = [
+            TileRow(number, top, min(top + tile_rows, rows), left)
+            for top in range(0, rows, tile_rows)
+            for left in range(0, columns, tile_columns)
+        ]
+        blocks = [BlockRow(number, 0, start) for start in range(0, rows, sizes.vector)]
+        if u_at >= 0:
+            blocks += [BlockRow(number, 1, start) for start in range(0, columns, sizes.vector)]
+        self.matrices.append(
+            MatrixRow(
+                layer=len(self.layers),
+                group=group,
+                rows=rows,
+                columns=columns,
+                taps=shape.taps,
+                inputs=inputs,
+                outputs=outputs,
+                new_inputs_at=new_inputs_at,
+                new_outputs_at=max(new_outputs_at, 0),
+                u_at=u_at,
+                v_at=v_at,
+                q_at=self._reserve(3 * rows),
+                w_at=self._reserve(columns),
+                q_parts_at=self._reserve(3 * q_parts * rows),
+                w_parts_at=self._reserve(w_parts * columns * self.has_left),
+                tile_rows=tile_rows,
+                q_parts=q_parts,
+                w_parts=w_parts,
+                first_block=len(self.blocks),
+                blocks=len(blocks),
+                first_tile=len(self.tiles),
+                tiles=len(tiles),
+                has_bias=int(shape.has_bias),
+                is_transposed=int(shape.is_transposed),
+            )
+        )
+        self.blocks += blocks
+        self.tiles += tiles
+        # Rows of four elements begin at multiples of 16 bytes, the widest read, if the first one does.
+        is_aligned = shape.is_aligned and columns % 4 == 0
+        self._alike.setdefault((shape.group_index, is_aligned, rows_at_once, tile_columns), []).append(number)
+
+    def _reserve(self, size: int) -> int:
+        """Return the offset of so many new elements in the scratch buffer of vectors."""
+        start, self.vector_elements = self.vector_elements, self.vector_elements + size
         return start
 
+    def group_tiles(self) -> tuple[TileLaunch, ...]:
+        """Sort tiles by what one launch has in common."""
+        unsorted, self.tiles = self.tiles, []
+        launches = []
+        for (group_index, is_aligned, rows, columns), members in sorted(self._alike.items()):
+            first = len(self.tiles)
+            for number in members:
+                matrix = self.matrices[number]
+                self.matrices[number] = matrix._replace(first_tile=len(self.tiles))
+                self.tiles += unsorted[matrix.first_tile : matrix.first_tile + matrix.tiles]
+            tiles = Range(first, len(self.tiles) - first)
+            launches.append(TileLaunch(group_index, is_aligned, tiles, rows, columns))
+        return tuple(launches)
 
-def make_tables(shapes: list[LayerShape], flats: list[FlatShape], sizes: Blocks, device: torch.device) -> Tables:
-    """Makes the tables of a set of shapes; copies them to the device, which may wait for it."""
-    elements = sum(shape.groups * shape.rows * shape.columns for shape in shapes)
-    most = min(sizes.most, max(elements // (sizes.rows * sizes.columns * _ENOUGH_TILES), 2))
-    draft = _Draft(with_left=any(shape.with_outputs or shape.transposed for shape in shapes), most=most)
-    matrices_of: dict[int, tuple[int, int]] = {}
-    blocks_of: dict[int, tuple[int, int]] = {}
-    for number, shape in enumerate(shapes):
-        first, first_block = len(draft.matrices), len(draft.blocks)
-        inputs, outputs = (shape.rows, shape.columns) if shape.transposed else (shape.columns, shape.rows)
-        outputs = outputs if shape.with_outputs else 0
-        for group in range(shape.groups):
-            _add_matrix(draft, number, group, shape, inputs, outputs, sizes)
-        record = shape.groups * inputs + 1
-        row = [shape.groups * inputs, shape.groups * outputs, record, 0, first, shape.groups, 0, 0]
-        draft.layers.append(row)
-        begin, count = matrices_of.get(shape.member, (first, 0))
-        matrices_of[shape.member] = (begin, count + shape.groups)
-        begin, count = blocks_of.get(shape.member, (first_block, 0))
-        blocks_of[shape.member] = (begin, count + len(draft.blocks) - first_block)
-    tile_segments = _order_tiles(draft)
-    chunk_segments = _add_chunks(draft, flats, sizes)
-
-    def table(rows: list[list[int]]) -> torch.Tensor:
-        return torch.tensor(rows or [[0]], dtype=torch.int64).to(device)
-
-    names = ("layers", "matrices", "tiles", "blocks", "chunks")
-    return Tables(
-        layers=table(draft.layers),
-        matrices=table(draft.matrices),
-        tiles=table(draft.tiles),
-        blocks=table(draft.blocks),
-        chunks=table(draft.chunks),
-        matrices_of=matrices_of,
-        blocks_of=blocks_of,
-        tile_segments=tile_segments,
-        chunk_segments=chunk_segments,
-        elements=draft.elements,
-        with_left=draft.with_left,
-        count_of={name: len(getattr(draft, name)) for name in names},
-    )
+    def add_chunks(self, shapes: Sequence[FirstOrderShape]) -> tuple[ChunkLaunch, ...]:
+        """Add the chunks of parameters without vectors."""
+        alike: dict[tuple[int, bool], list[ChunkRow]] = {}
+        for number, shape in enumerate(shapes):
+            chunks = alike.setdefault((shape.group_index, shape.is_aligned and shape.elements % 4 == 0), [])
+            for start in range(0, shape.elements, self.sizes.flat):
+                chunks.append(ChunkRow(number, start, min(start + self.sizes.flat, shape.elements)))
+        launches = []
+        for (group_index, is_aligned), chunks in sorted(alike.items()):
+            launches.append(ChunkLaunch(group_index, is_aligned, Range(len(self.chunks), len(chunks))))
+            self.chunks += chunks
+        return tuple(launches)
 
 
-def _add_matrix(
-    draft: _Draft, layer: int, group: int, shape: LayerShape, inputs: int, outputs: int, sizes: Blocks
-) -> None:
-    number, rows, columns = len(draft.matrices), shape.rows, shape.columns
-    narrow = columns <= sizes.narrow_columns
-    at_once, width = (sizes.narrow_rows, sizes.narrow_columns) if narrow else (sizes.rows, sizes.columns)
-    tall = at_once * min(max(rows // (at_once * 8), 1), draft.most)
-    parts_of_rows, parts_of_columns = -(-columns // width), -(-rows // tall)
-    new_inputs = draft.place(inputs)
-    new_outputs = draft.place(outputs) if outputs else -1
-    on_rows, on_columns = (new_inputs, new_outputs) if shape.transposed else (new_outputs, new_inputs)
-    places = [new_inputs, max(new_outputs, 0), on_rows, on_columns, draft.place(3 * rows), draft.place(columns)]
-    places += [draft.place(3 * parts_of_rows * rows), draft.place(parts_of_columns * columns * draft.with_left)]
-    first_block = len(draft.blocks)
-    draft.blocks += [[number, 0, start, 0] for start in range(0, rows, sizes.vector)]
-    if on_rows >= 0:
-        draft.blocks += [[number, 1, start, 0] for start in range(0, columns, sizes.vector)]
-    tiles = [
-        [number, top, min(top + tall, rows), left] for top in range(0, rows, tall) for left in range(0, columns, width)
-    ]
-    aligned = shape.aligned and columns % 4 == 0
-    segment = draft.segments.setdefault((shape.member, aligned, at_once, width), [])
-    segment.append(number)
-    row = [layer, group, rows, columns, shape.taps, inputs, outputs, *places, tall, parts_of_rows, parts_of_columns]
-    row += [first_block, len(draft.blocks) - first_block, len(draft.tiles), len(tiles)]
-    row += [int(shape.with_bias), int(shape.transposed)]
-    draft.matrices.append(row)
-    draft.tiles += tiles
-
-
-def _order_tiles(draft: _Draft) -> tuple[Segment, ...]:
-    """Puts the tiles of each launch behind each other."""
-    before, draft.tiles = draft.tiles, []
-    segments = []
-    for (member, aligned, rows, columns), members in sorted(draft.segments.items()):
-        first = len(draft.tiles)
-        for number in members:
-            matrix = draft.matrices[number]
-            start, count = matrix[20:22]
-            matrix[20] = len(draft.tiles)
-            draft.tiles += before[start : start + count]
-        segments.append(Segment(member, aligned, first, len(draft.tiles) - first, rows, columns))
-    return tuple(segments)
-
-
-def _add_chunks(draft: _Draft, flats: list[FlatShape], sizes: Blocks) -> tuple[Segment, ...]:
-    alike: dict[tuple[int, bool], list[list[int]]] = {}
-    for number, flat in enumerate(flats):
-        chunks = alike.setdefault((flat.member, flat.aligned and flat.elements % 4 == 0), [])
-        starts = range(0, flat.elements, sizes.flat)
-        chunks += [[number, start, min(start + sizes.flat, flat.elements), 0] for start in starts]
-    segments = []
-    for (member, aligned), chunks in sorted(alike.items()):
-        segments.append(Segment(member, aligned, len(draft.chunks), len(chunks)))
-        draft.chunks += chunks
-    return tuple(segments)
+def _extend(ranges: dict[int, Range], group_index: int, first: int, end: int) -> None:
+    """Add rows to those of a parameter group, which they follow."""
+    begin, length = ranges.get(group_index, Range(first, 0))
+    ranges[group_index] = Range(begin, length + end - first)

@@ -1,195 +1,302 @@
-"""The sums of many tensors in few launches: tables of what is added up, made once for a set of shapes.
+"""Sums of many tensors in few launches, by tables that are made once for a set of shapes.
 
-Rows of the tables, all of int64:
-
-- tensor (16): rows, rows of a stretch, places, places of a line, strides of samples, lines, places and channels,
-  channels, taps, where the counts of taps are, where its sums begin in the memory that they are written to; and of
-  patches whose samples are added up first, where their images begin, samples, samples of an image, and its size. A
-  tensor of images has an entry of its own.
-- program (3): tensor, first channel (of an image, first element), stretch.
-
-What is added to records has tables of its own:
-
-- part (8): which of the sums; the record; stretches, columns; where in the record; places, to be
-  added where, if this is the part that counts them.
-- program (2): part, first column.
-
-Tensors are where a table of addresses says, since they move from step to step.
+Each ``NamedTuple`` here is the schema of a table, whose rows are its instances, as int64. Kernels take the numbers of
+columns from the same classes (see :func:`gradweave.optim.kernels.launch_triton.columns_of`). Tensors are found by a
+table of addresses, since they are elsewhere in each step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
-from gradweave.optim.kernels import step as fused
-from gradweave.optim.kernels.addresses import Addresses
-from gradweave.optim.kernels.sums import AHEAD, Rows, images_of
+from gradweave.optim.kernels.launch import AddressTable, is_capturing, triton_module
+from gradweave.optim.kernels.sums import NUM_STAGES, RowLayout, image_layout
 
-AT_ONCE, COLUMNS = 16, 128
-"""Stretches and columns that a program adds to a record at once."""
-WIDE = 16
-"""Bytes of a wide read: memory that begins at a multiple of them is aligned."""
-IMAGE_SAMPLES = 64
-"""That are added up to one image."""
-FEWEST_SAMPLES = 32
-"""That are worth an image: it is in float32, and there when memory is scarcest."""
-FOLDED, FOLDED_AT_ONCE = 1024, 8
+SPLITS_AT_ONCE, RECORD_COLUMNS = 16, 128
+"""Splits and columns that a program adds to a record at once."""
+VECTORIZED_BYTES = 16
+"""Size of the widest access of a thread; hints of kernels promise that memory begins at multiples of it."""
+SAMPLES_PER_IMAGE = 64
+_MIN_SAMPLES = 32
+"""Samples that are worth an image, which takes memory, in float32, when it is scarcest."""
+_IMAGE_ELEMENTS, _SAMPLES_AT_ONCE = 1024, 8
 """Elements and samples that a program adds to an image at once."""
+_VECTOR = 8
+"""Elements in half precision of the widest access."""
+
+
+class TensorRow(NamedTuple):
+    """Row of the table of tensors: one for each tensor, and another one for its images if it has some."""
+
+    rows: int
+    rows_per_split: int
+    places: int
+    line_length: int
+    sample_stride: int
+    line_stride: int
+    place_stride: int
+    channel_stride: int
+    channels: int
+    taps: int
+    tap_counts: int
+    """Address of the counts of taps; 0 where every place counts once."""
+    out_at: int
+    """Offset of its sums in the output."""
+    image_at: int = 0
+    """Offset of its first image in the memory of images."""
+    samples: int = 0
+    samples_per_image: int = 0
+    image_size: int = 0
+
+
+class ProgramRow(NamedTuple):
+    """Row of the tables of programs."""
+
+    tensor: int
+    start: int
+    """First channel; of an image, first element."""
+    split: int
+    """Number of the split, or of the image."""
+
+
+class PartRow(NamedTuple):
+    """Row of the table of what is added to records: the sums of a layer's inputs, or those of its outputs."""
+
+    sums: int
+    """Number of the address of the sums."""
+    record: int
+    """Address of the record."""
+    splits: int
+    columns: int
+    start: int
+    """First element in the record."""
+    places: int
+    """Number of places that is added too; 0 for the part that does not count them."""
+    places_at: int
+    """Element in the record that counts places."""
+    padding: int = 0
+
+
+class PartProgramRow(NamedTuple):
+    """Row of the table of programs that add to records."""
+
+    part: int
+    first_column: int
 
 
 @dataclass(frozen=True)
-class Form:
-    """What the sums of a layer are: stretches and columns of inputs and of outputs, and how many places they are of."""
+class SumShape:
+    """What the sums of a layer are.
 
-    stretches: int
+    Attributes:
+        splits: Splits of the sums of inputs.
+        columns: Length of the sums of inputs.
+        output_splits: Splits of the sums of outputs' gradients; 0 without them.
+        output_columns: Length of the sums of outputs' gradients; 0 without them.
+        places: Number of places that are added up.
+    """
+
+    splits: int
     columns: int
-    output_stretches: int
+    output_splits: int
     output_columns: int
-    count: int
+    places: int
 
 
-def record_tables(
-    forms: Sequence[Form], records: Sequence[torch.Tensor], device: torch.device
+def make_record_tables(
+    shapes: Sequence[SumShape], records: Sequence[torch.Tensor], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Programs and parts of one launch that adds sums to records.
+    """Return the tables of programs and parts of one launch that adds sums to records.
+
+    Addresses of sums are expected in pairs: those of a layer's inputs, and those of its outputs.
 
     Args:
-        forms: Of the layers' sums.
-        records: The layers'; the sums of each one's inputs are followed by those of its outputs.
+        shapes: Shapes of layers' sums.
+        records: The layers' records: sums of inputs, number of places, sums of outputs.
         device: Where they are.
     """
-    parts: list[list[int]] = []
-    programs: list[list[int]] = []
-    for layer, (form, record) in enumerate(zip(forms, records, strict=True)):
-        at = record.data_ptr()
-        inputs = [2 * layer, at, form.stretches, form.columns, 0, form.count, form.columns, 0]
-        outputs = [2 * layer + 1, at, form.output_stretches, form.output_columns, form.columns + 1, 0, 0, 0]
+    parts: list[PartRow] = []
+    programs: list[PartProgramRow] = []
+    for layer, (shape, record) in enumerate(zip(shapes, records, strict=True)):
+        address = record.data_ptr()
+        inputs = PartRow(
+            sums=2 * layer,
+            record=address,
+            splits=shape.splits,
+            columns=shape.columns,
+            start=0,
+            places=shape.places,
+            places_at=shape.columns,
+        )
+        outputs = PartRow(
+            sums=2 * layer + 1,
+            record=address,
+            splits=shape.output_splits,
+            columns=shape.output_columns,
+            start=shape.columns + 1,
+            places=0,
+            places_at=0,
+        )
         for part in (inputs, outputs):
-            programs += [[len(parts), first] for first in range(0, part[3], COLUMNS)]
+            programs += [PartProgramRow(len(parts), first) for first in range(0, part.columns, RECORD_COLUMNS)]
             parts.append(part)
-    there = [torch.tensor(rows, dtype=torch.int64).to(device) for rows in (programs, parts)]
-    return there[0], there[1]
+    return _table(programs, device), _table(parts, device)
 
 
-class Member(NamedTuple):
-    """A tensor that is added up with others: rows, element type, stretches, and whether its beginning is aligned."""
+def _table(rows: Iterable[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(rows), dtype=torch.int64).to(device)
 
-    rows: Rows
+
+class Operand(NamedTuple):
+    """A tensor that is added up together with others."""
+
+    rows: RowLayout
     dtype: torch.dtype
-    stretches: int
-    aligned: bool
+    splits: int
+    is_aligned: bool
+    """Whether it begins at a multiple of 16 bytes."""
 
 
-class Together:
-    """Adds up tensors of some shapes.
+class _SumVariant(NamedTuple):
+    """What tensors of one launch have in common: constants that the kernel is compiled for."""
 
-    Patches of samples that are in one piece are added up in two stages: samples as they lie in memory, which is as fast
+    dtype: torch.dtype
+    is_of_images: bool
+    is_counted: bool
+    is_channel_dense: bool
+    is_aligned: bool
+    is_evenly_spaced: bool
+    num_stages: int
+    padded_taps: int
+    block_rows: int
+    block_channels: int
+    num_warps: int
+
+
+class BatchedSum:
+    """Adds up tensors of some shapes, all of them together.
+
+    Patches are added up in two stages where samples are dense and many: samples as they lie in memory, which is as fast
     as memory is, and then the patches of the few images that are left.
 
     Args:
-        members: What is added up.
+        operands: What is added up.
         device: Where they are.
 
     Attributes:
-        starts: Where the sums of each begin.
-        size: Of the memory that they are written to.
+        offsets: Where the sums of each begin in the output.
+        size: Size of the output.
     """
 
-    def __init__(self, members: Sequence[Member], device: torch.device) -> None:
-        self.starts: list[int] = []
+    def __init__(self, operands: Sequence[Operand], device: torch.device) -> None:
+        self.offsets: list[int] = []
         self.size = 0
-        self._images = 0
-        self._counts: list[torch.Tensor | None] = []
-        self._table: list[list[int]] = []
-        programs: dict[Any, list[list[int]]] = {}
-        folded: dict[Any, list[list[int]]] = {}
-        for member in members:
-            self.starts.append(self.size)
-            self._enter(member)
-            self.size += -(-member.stretches * member.rows.columns // 4) * 4
-        for number, (start, member) in enumerate(zip(self.starts, members, strict=True)):
-            images = parts_of(member.rows)
-            if not images:
-                programs.setdefault(_key(member, of_images=False), []).extend(_programs(number, member))
+        self._image_elements = 0
+        self._kept_counts: list[torch.Tensor | None] = []  # tables hold nothing but their addresses
+        tensors: list[TensorRow] = []
+        sums: dict[_SumVariant, list[ProgramRow]] = {}
+        images: dict[tuple[torch.dtype, bool], list[ProgramRow]] = {}
+        for operand in operands:
+            self.offsets.append(self.size)
+            tensors.append(self._tensor_row(operand, self.size))
+            self.size += -(-operand.splits * operand.rows.columns // 4) * 4
+        for number, (offset, operand) in enumerate(zip(self.offsets, operands, strict=True)):
+            rows = operand.rows
+            count = image_count(rows)
+            if not count:
+                sums.setdefault(_variant(operand, is_of_images=False), []).extend(_programs(number, operand))
                 continue
-            size = member.rows.places * member.rows.channels
-            wide = member.aligned and size % 8 == 0 and member.rows.strides[0] % 8 == 0
-            starts = range(0, size, FOLDED)
-            folded.setdefault((member.dtype, wide), []).extend(
-                [number, first, part] for part in range(images) for first in starts
+            size = rows.places * rows.channels
+            is_aligned = operand.is_aligned and size % _VECTOR == 0 and rows.strides.sample % _VECTOR == 0
+            images.setdefault((operand.dtype, is_aligned), []).extend(
+                ProgramRow(number, start, image) for image in range(count) for start in range(0, size, _IMAGE_ELEMENTS)
             )
-            whole = Member(images_of(member.rows, images), torch.float32, member.stretches, aligned=True)
-            programs.setdefault(_key(whole, of_images=True), []).extend(_programs(len(self._table), whole))
-            self._table[number][12:16] = self._images, member.rows.samples, IMAGE_SAMPLES, size
-            self._enter(whole, start, self._images)
-            self._images += -(-images * size // 8) * 8
-        self._tensors = torch.tensor(self._table, dtype=torch.int64).to(device)
-        self._folded = [(key, torch.tensor(rows, dtype=torch.int64).to(device)) for key, rows in folded.items()]
-        self._launches = [(key, torch.tensor(rows, dtype=torch.int64).to(device)) for key, rows in programs.items()]
-        self._addresses = Addresses(len(members), device)
+            of_images = Operand(image_layout(rows, count), torch.float32, operand.splits, is_aligned=True)
+            sums.setdefault(_variant(of_images, is_of_images=True), []).extend(_programs(len(tensors), of_images))
+            tensors[number] = tensors[number]._replace(
+                image_at=self._image_elements,
+                samples=rows.samples,
+                samples_per_image=SAMPLES_PER_IMAGE,
+                image_size=size,
+            )
+            tensors.append(self._tensor_row(of_images, offset)._replace(image_at=self._image_elements))
+            self._image_elements += -(-count * size // _VECTOR) * _VECTOR
+        self._tensors = _table(tensors, device)
+        self._image_launches = [(key, _table(programs, device)) for key, programs in images.items()]
+        self._sum_launches = [(variant, _table(programs, device)) for variant, programs in sums.items()]
+        self._addresses = AddressTable(len(operands), device)
 
-    def _enter(self, member: Member, start: int | None = None, image: int = 0) -> None:
-        """Writes a tensor down."""
-        rows = member.rows
-        counts = 0 if rows.counts is None else rows.counts.data_ptr()
-        self._table.append([rows.count, rows.each(member.stretches), rows.places, rows.width, *rows.strides,
-                            rows.channels, rows.taps, counts, self.size if start is None else start,
-                            image, 0, 0, 0])  # fmt: skip
-        self._counts.append(rows.counts)
-
-    def add_up(self, places: list[int], out: torch.Tensor) -> None:
-        """Writes the sums of tensors that are at some places in memory."""
-        kernels, flat = (
-            import_module(f"gradweave.optim.kernels.{name}") for name in ("sums_triton", "first_order_triton")
+    def _tensor_row(self, operand: Operand, offset: int) -> TensorRow:
+        rows = operand.rows
+        self._kept_counts.append(rows.tap_counts)
+        return TensorRow(
+            rows=rows.count,
+            rows_per_split=rows.rows_per_split(operand.splits),
+            places=rows.places,
+            line_length=rows.line_length,
+            sample_stride=rows.strides.sample,
+            line_stride=rows.strides.line,
+            place_stride=rows.strides.place,
+            channel_stride=rows.strides.channel,
+            channels=rows.channels,
+            taps=rows.taps,
+            tap_counts=0 if rows.tap_counts is None else rows.tap_counts.data_ptr(),
+            out_at=offset,
         )
-        capturing = fused.is_capturing(out.device)
-        at = self._addresses.holding(places, flat, capturing=capturing, moves=True)
-        images = torch.empty(self._images, dtype=torch.float32, device=out.device) if self._images else out
-        for (dtype, aligned), programs in self._folded:
-            kernels.fold[len(programs),](
-                programs,
-                self._tensors,
-                at,
-                images,
-                _element(dtype),
-                aligned,
-                AHEAD,
-                FOLDED_AT_ONCE,
-                FOLDED,
-                num_warps=8,
-            )
-        for (dtype, *shape, warps), programs in self._launches:
+
+    def add_up(self, addresses: Sequence[int], out: torch.Tensor) -> None:
+        """Write the sums of tensors at some addresses."""
+        kernels = triton_module("sums_triton")
+        at = self._addresses.write(addresses, capturing=is_capturing(out.device), changes_each_step=True)
+        images = out  # an argument that no kernel reads, if there are none
+        if self._image_elements:
+            images = torch.empty(self._image_elements, dtype=torch.float32, device=out.device)
+        for (dtype, is_aligned), programs in self._image_launches:
+            kernels.add_samples[len(programs),](
+                programs, self._tensors, at, images, _triton_dtype(dtype), is_aligned, NUM_STAGES, _SAMPLES_AT_ONCE,
+                _IMAGE_ELEMENTS, num_warps=8,
+            )  # fmt: skip
+        for (dtype, *constants, num_warps), programs in self._sum_launches:
             kernels.sum_many[len(programs),](
-                programs, self._tensors, at, images, out, _element(dtype), *shape, num_warps=warps
+                programs, self._tensors, at, images, out, _triton_dtype(dtype), *constants, num_warps=num_warps
             )
 
 
-def parts_of(rows: Rows) -> int:
-    """How many images the samples of patches are added up to; 0 if they are not."""
-    are_many = rows.samples >= FEWEST_SAMPLES
-    return -(-rows.samples // IMAGE_SAMPLES) if rows.counts is not None and rows.whole and are_many else 0
+def image_count(rows: RowLayout) -> int:
+    """Return the number of images that a tensor's samples are added up to; 0 if they are not."""
+    if rows.tap_counts is None or not rows.has_dense_samples or rows.samples < _MIN_SAMPLES:
+        return 0
+    return -(-rows.samples // SAMPLES_PER_IMAGE)
 
 
-def _key(member: Member, *, of_images: bool) -> Any:
-    """What tensors of one launch have in common."""
-    rows, dense = member.rows, member.rows.strides[3] == 1
-    counted = rows.counts is not None
-    wide = member.aligned and dense and rows.channels % 8 == 0 and all(stride % 8 == 0 for stride in rows.strides[:3])
-    even = rows.are_even and not counted
-    return member.dtype, of_images, counted, dense, wide, even, AHEAD, rows.padded_taps, *rows.block, rows.warps
+def _variant(operand: Operand, *, is_of_images: bool) -> _SumVariant:
+    rows, is_channel_dense = operand.rows, operand.rows.strides.channel == 1
+    is_counted = rows.tap_counts is not None
+    multiples = (rows.channels, *rows.strides[:3])
+    return _SumVariant(
+        operand.dtype,
+        is_of_images,
+        is_counted,
+        is_channel_dense,
+        operand.is_aligned and is_channel_dense and all(number % _VECTOR == 0 for number in multiples),
+        rows.is_evenly_spaced and not is_counted,
+        NUM_STAGES,
+        rows.padded_taps,
+        *rows.block_shape,
+        rows.num_warps,
+    )
 
 
-def _programs(number: int, member: Member) -> list[list[int]]:
-    rows = member.rows
-    channels = range(0, rows.channels, rows.block[1])
-    return [[number, channel, stretch] for stretch in range(member.stretches) for channel in channels]
+def _programs(number: int, operand: Operand) -> list[ProgramRow]:
+    channels = range(0, operand.rows.channels, operand.rows.block_shape[1])
+    return [ProgramRow(number, channel, split) for split in range(operand.splits) for channel in channels]
 
 
-def _element(dtype: torch.dtype) -> Any:
+def _triton_dtype(dtype: torch.dtype) -> Any:
     language = import_module("triton.language")
     return {torch.float32: language.float32, torch.bfloat16: language.bfloat16, torch.float16: language.float16}[dtype]

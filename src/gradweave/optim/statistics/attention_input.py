@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave.optim.statistics.device_hooks import Catcher
+from gradweave.optim.kernels.gpu_statistics import GpuStatistics
 from gradweave.optim.statistics.geometry import LINEAR, Layout
 from gradweave.optim.statistics.hooks import Catching, Masking, Tap
 
@@ -22,9 +22,11 @@ class AttentionTap(Tap):
 
     by_kernels = False
 
-    def __init__(self, weight: nn.Parameter, catching: Catching, masking: Masking, catcher: Catcher) -> None:
+    def __init__(
+        self, weight: nn.Parameter, catching: Catching, masking: Masking, gpu_statistics: GpuStatistics
+    ) -> None:
         width = weight.shape[1]
-        super().__init__(Layout(LINEAR, 3, width, width), weight, catching, masking, catcher)
+        super().__init__(Layout(LINEAR, 3, width, width), weight, catching, masking, gpu_statistics)
         self.with_outputs = False
         self._one = Layout(LINEAR, 1, width, width)
 

@@ -14,11 +14,11 @@ from gradweave._logging import announce
 from gradweave._runtime.claims import PipelinePart, pipeline_part
 from gradweave.errors import GradweaveError
 from gradweave.optim.averaging import Ranks
-from gradweave.optim.kernels.step import is_capturing
+from gradweave.optim.kernels.gpu_statistics import GpuStatistics
+from gradweave.optim.kernels.launch import is_capturing
 from gradweave.optim.state import ParameterState
 from gradweave.optim.statistics.attention_input import AttentionTap, attention_parts
 from gradweave.optim.statistics.attention_output import unseen_projections, watch_projections
-from gradweave.optim.statistics.device_hooks import Catcher
 from gradweave.optim.statistics.geometry import Layout, layout_of
 from gradweave.optim.statistics.hooks import Catching, Masking, Tap
 
@@ -53,7 +53,7 @@ class Capture:
 
     def __init__(self, model: nn.Module, catching: Catching, ranks: Ranks | None = None) -> None:
         self.masking = Masking()
-        self._catcher = Catcher(None if ranks is None else ranks.look)
+        self._gpu_statistics = GpuStatistics(None if ranks is None else ranks.look)
         self.layers = []
         part = pipeline_part(model)
         head = None if catching.words else head_over_words(model, part)
@@ -61,7 +61,7 @@ class Capture:
         for name, module, layout, weight, bias in coverable(
             model, with_attention=catching.per_sample, left=head, tied=tied
         ):
-            tap = Tap(layout, weight, catching, self.masking, self._catcher)
+            tap = Tap(layout, weight, catching, self.masking, self._gpu_statistics)
             self.layers.append(CoveredLayer(name, module, weight, bias, tap))
         for name, module in model.named_modules() if catching.per_sample else ():
             parts = attention_parts(module)
@@ -75,7 +75,7 @@ class Capture:
             self.layers.append(
                 CoveredLayer(
                     name, module, weight, bias,
-                    AttentionTap(weight, catching, self.masking, self._catcher),
+                    AttentionTap(weight, catching, self.masking, self._gpu_statistics),
                 )
             )  # fmt: skip
         self._handles: list[Any] = []
@@ -89,7 +89,7 @@ class Capture:
 
     def forget(self) -> None:
         """Drops what a backward that has failed left behind."""
-        self._catcher.forget()
+        self._gpu_statistics.discard()
 
     def remove(self) -> None:
         """Takes the taps off the model."""

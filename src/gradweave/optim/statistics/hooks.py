@@ -17,7 +17,7 @@ Why so, and not by hooks that keep tensors, or a probe parameter, or the bias' g
   output vector is zero in front of a BatchNorm), and neither the model nor the optimizer's groups
   have parameters in them that nobody asked for.
 
-On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.statistics.device_hooks`. What they have
+On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.kernels.gpu_statistics`. What they have
 caught is added to records at the end of backward.
 
 Sums add up over micro-batches and ranks; divided by the number of places they are the means over all.
@@ -41,7 +41,7 @@ from gradweave._compat.eager import (
 )
 from gradweave._runtime.interception import weight_gradients_are_split
 from gradweave.errors import GradweaveError
-from gradweave.optim.statistics.device_hooks import Catcher, catch
+from gradweave.optim.kernels.gpu_statistics import GpuStatistics, observe_call
 from gradweave.optim.statistics.geometry import Layout
 
 
@@ -101,7 +101,7 @@ class Tap:
         weight: Its weight.
         catching: What is caught.
         masking: Where the padding mask is, for all layers.
-        catcher: What layers do together.
+        gpu_statistics: What layers do together.
 
     Attributes:
         by_kernels: Whether kernels may catch what :meth:`passed` would.
@@ -110,7 +110,7 @@ class Tap:
     by_kernels = True
 
     def __init__(
-        self, layout: Layout, weight: nn.Parameter, catching: Catching, masking: Masking, catcher: Catcher
+        self, layout: Layout, weight: nn.Parameter, catching: Catching, masking: Masking, gpu_statistics: GpuStatistics
     ) -> None:
         self.layout = layout
         self.weight = weight
@@ -119,7 +119,7 @@ class Tap:
         self.with_outputs = catching.outputs
         self.masking = masking
         self.record: torch.Tensor | None = None
-        self.catcher = catcher
+        self.gpu_statistics = gpu_statistics
         self.plans: dict[Any, Any] = {}
         self.last_plan: Any = None
 
@@ -156,8 +156,8 @@ class Tap:
         compiling = is_compiling()
         if not weight.requires_grad or (not compiling and function_transform() is not None):
             return None
-        if not compiling and self.catcher.look is not None:
-            self.catcher.look()
+        if not compiling and self.gpu_statistics.on_forward is not None:
+            self.gpu_statistics.on_forward()
         if weight.shape != self.shape:
             raise GradweaveError(
                 f"a layer's weight has the shape {tuple(weight.shape)}, which was {tuple(self.shape)} when the "
@@ -171,7 +171,7 @@ class Tap:
         if (
             not compiling
             and self.by_kernels
-            and catch(self, x, y, is_alone=has_one_hook(module), is_apart=weight_gradients_are_split())
+            and observe_call(self, x, y, is_alone=has_one_hook(module), is_apart=weight_gradients_are_split())
         ):
             return None
         return self.passed(y, x)

@@ -1,4 +1,4 @@
-"""Sums in kernels against sums without, in Triton's interpreter; test_sums.py runs this in a process of its own."""
+"""Statistics by kernels against those without, in Triton's interpreter: test_gpu_statistics.py runs this."""
 
 from optim.kernels.interpreted import watched  # noqa: I001
 
@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradweave.optim import Eva, EvaF
-from gradweave.optim.statistics import device_hooks
-from gradweave.optim.kernels import step as fused
+from gradweave.optim.kernels import gpu_statistics, sums, sums_tables
+from gradweave.optim.kernels.launch import AddressTable
 from optim.models import make_mlp
 
 BOTH = [Eva, EvaF]
@@ -30,29 +30,34 @@ def kernels_on_the_cpu(monkeypatch, request):
     """Kernels run, and memory that nobody has written to is not a number; in the first step, and behind others."""
     calls.clear()
     rounds[0] = request.param
-    original = device_hooks.catch
+    original = gpu_statistics.observe_call
 
     def noted(*args, **options):
         calls.append(original(*args, **options))
         return calls[-1]
 
-    monkeypatch.setattr("gradweave.optim.statistics.hooks.catch", noted)
-    monkeypatch.setattr(fused, "has_kernels", lambda _: True)
+    monkeypatch.setattr("gradweave.optim.statistics.hooks.observe_call", noted)
+    monkeypatch.setattr(gpu_statistics, "has_kernels", lambda _: True)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def set_capturing(monkeypatch, *, capturing):
+    for module in (gpu_statistics, sums, sums_tables):
+        monkeypatch.setattr(module, "is_capturing", lambda _: capturing)
 
 
 def records_of(model, cls, backward, *, with_kernels, options=None):
     """What a model's layers have caught after a backward of its copy."""
     model = copy.deepcopy(model)
     optimizer = cls(model, **(options or {}))
-    fused.has_kernels = lambda _: with_kernels
+    gpu_statistics.has_kernels = lambda _: with_kernels
     for _ in range(rounds[0] - 1):
         backward(model)
         optimizer.zero_grad()
     backward(model)
-    fused.has_kernels = lambda _: True
+    gpu_statistics.has_kernels = lambda _: True
     return [state["record"] for state in optimizer.state.values() if "record" in state]
 
 
@@ -275,19 +280,19 @@ def test_two_graphs_whose_layers_are_alike(cls, monkeypatch):
     optimizer = cls(model)
     x = torch.randn(5, 4)
     launches = []
-    holding = device_hooks.Addresses.holding
+    write = AddressTable.write
 
     def noted(self, *args, **options):
-        launches.append(holding(self, *args, **options))
+        launches.append(write(self, *args, **options))
         return launches[-1]
 
-    monkeypatch.setattr(device_hooks.Addresses, "holding", noted)
+    monkeypatch.setattr(AddressTable, "write", noted)
     for head in model:
         loss(head, x).backward()
     launches.clear()
-    monkeypatch.setattr(fused, "is_capturing", lambda _: True)
+    set_capturing(monkeypatch, capturing=True)
     loss(model[0], x).backward()
-    monkeypatch.setattr(fused, "is_capturing", lambda _: False)
+    set_capturing(monkeypatch, capturing=False)
     read = [(table, table.clone()) for table in launches]
     optimizer.zero_grad()
     for head in model:
@@ -332,7 +337,7 @@ def test_inputs_are_held_only_as_long_as_autograd_holds_them(cls):
     value = checkpoint(model, x, use_reentrant=False).square().mean()
     assert [one() for one in seen] == [None]
     value.backward()
-    assert optimizer._capture._catcher._counted == []
+    assert optimizer._capture._gpu_statistics._to_record == []
 
 
 def test_nothing_of_an_optimizer_waits_for_the_garbage_collector():
@@ -340,13 +345,13 @@ def test_nothing_of_an_optimizer_waits_for_the_garbage_collector():
     optimizer = EvaF(model)
     loss(model, torch.randn(5, model[0].in_features)).backward()
     optimizer.step()
-    catcher, record = ref(optimizer._capture._catcher), ref(optimizer.state[model[0].weight]["record"])
+    statistics, record = ref(optimizer._capture._gpu_statistics), ref(optimizer.state[model[0].weight]["record"])
     gc.collect()
     gc.disable()
     try:
         optimizer.detach()
         del optimizer, model
-        assert catcher() is None
+        assert statistics() is None
         assert record() is None
     finally:
         gc.enable()
@@ -363,7 +368,7 @@ def test_states_that_are_loaded_share_what_was_prepared():
         record = optimizer.state[model[0].weight]["record"]
         assert float(record[model[0].in_features]) == 5
         optimizer.zero_grad()
-    assert len(optimizer._capture._catcher._together) == 1
+    assert len(optimizer._capture._gpu_statistics._batches) == 1
 
 
 @every
@@ -372,7 +377,7 @@ def test_many_forwards_that_are_thrown_away(cls):
     optimizer = cls(model)
     for _ in range(200):
         loss(model, torch.randn(2, model[0].in_features))
-    assert len(optimizer._capture._catcher._waiting) < 150
+    assert len(optimizer._capture._gpu_statistics._waiting) < 150
 
 
 @every
@@ -395,11 +400,11 @@ def test_a_graph_that_is_captured_before_a_step_like_it(cls, monkeypatch):
     x = torch.randn(6, model[0].in_features)
 
     def backward(model):
-        monkeypatch.setattr(fused, "is_capturing", lambda _: True)
+        set_capturing(monkeypatch, capturing=True)
         loss(model, x).backward()
 
     ours = records_of(model, cls, backward, with_kernels=True)
-    monkeypatch.setattr(fused, "is_capturing", lambda _: False)
+    set_capturing(monkeypatch, capturing=False)
     stock = records_of(model, cls, lambda model: loss(model, x).backward(), with_kernels=False)
     for one, other in zip(ours, stock, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-5)
@@ -520,7 +525,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("change", [lambda _: None, lambda given: given.detach().mul_(3)], ids=["left", "changed"])
 def test_inputs_that_autograd_does_not_keep(bound, change, monkeypatch):
     """What is always changed in place is found out, and is added up before that."""
-    monkeypatch.setattr(device_hooks, "_HELD_BYTES", bound)
+    monkeypatch.setattr(gpu_statistics, "_MAX_RETAINED_BYTES", bound)
     x = torch.randn(5, 8)
     for count in (1, 2, 3):
         rounds[0] = count
@@ -530,8 +535,8 @@ def test_inputs_that_autograd_does_not_keep(bound, change, monkeypatch):
 @pytest.mark.parametrize("change", [lambda _: None, lambda given: given.detach().mul_(3)], ids=["left", "changed"])
 def test_copies_that_autocast_has_made_are_read_in_place_of_inputs(change, monkeypatch):
     """They are what layers were applied to, whatever becomes of inputs; nothing is held for them."""
-    monkeypatch.setattr(device_hooks, "_HELD_BYTES", -1)
-    monkeypatch.setattr(device_hooks.Call, "add_up_at_once", lambda _: pytest.fail("added up by itself"))
+    monkeypatch.setattr(gpu_statistics, "_MAX_RETAINED_BYTES", -1)
+    monkeypatch.setattr(gpu_statistics.LayerCall, "sum_alone", lambda _: pytest.fail("added up by itself"))
     x = torch.randn(4, 5, 8)
     assert_same_records(Mixed(change, bias=True), EvaF, lambda model: loss(model, x).backward())
 

@@ -10,5 +10,5 @@ pytest.importorskip("triton")
 @pytest.mark.timeout(1800)
 @every_case
 def test_sums_in_the_interpreter_are_those_without_kernels(chosen, profile):
-    failure = interpreted("sums_cases.py", chosen, profile)
+    failure = interpreted("gpu_statistics_cases.py", chosen, profile)
     assert not failure, failure
