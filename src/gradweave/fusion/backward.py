@@ -19,7 +19,7 @@ from gradweave._compat.eager import (
     storage_users,
 )
 from gradweave._runtime.buckets import Bucket, make_buckets, mark_written, same_groups, same_objects
-from gradweave._runtime.deferred.forbidden import GradientGuard, guard_gradient
+from gradweave._runtime.deferred.forbidden import ForbiddenGradient, forbidden_gradient
 from gradweave._runtime.deferred.late import settle_gradients
 from gradweave._runtime.replicas import digest
 from gradweave.errors import GradweaveError
@@ -54,7 +54,7 @@ class BackwardEngine:
         self._beside = UpdatesBeside()
         self._own_hooks: dict[int, int] = {}
         self._hidden = HiddenParams(optimizer)
-        self._guards: dict[nn.Parameter, GradientGuard] = {}
+        self._guards: dict[nn.Parameter, ForbiddenGradient] = {}
         self._hooks: list[Any] = []
         self._watched: dict[nn.Parameter, tuple[torch.Tensor, int]] = {}
         self._watched_in = -1
@@ -62,7 +62,7 @@ class BackwardEngine:
         self._watched_kept = False
         self._thrown_away = 0
         self._weights: dict[nn.Parameter, torch.Tensor] = {}
-        self._spent: list[tuple[Sequence[nn.Parameter], list[GradientGuard], list[int]]] = []
+        self._spent: list[tuple[Sequence[nn.Parameter], list[ForbiddenGradient], list[int]]] = []
         self._stale = False
         self._applied: list[Bucket] = []
         self._settings: list[dict[str, Any]] | None = None
@@ -130,7 +130,7 @@ class BackwardEngine:
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         for p in self._known:
             if p not in self._guards or not _fits(self._guards[p], p):
-                self._guards[p] = guard_gradient(p, self._refuse_use)
+                self._guards[p] = forbidden_gradient(p, self._refuse_use)
             self._hooks.append(p.register_post_accumulate_grad_hook(self._set_aside))
 
     def _trainable(self) -> list[nn.Parameter]:
@@ -228,16 +228,16 @@ class BackwardEngine:
 
     # During backward
 
-    def _arrived(self, bucket: Bucket, guards: list[GradientGuard], _: torch.Tensor) -> None:
+    def _arrived(self, bucket: Bucket, guards: list[ForbiddenGradient], _: torch.Tensor) -> None:
         self._ready(bucket, guards)
 
-    def _ready(self, bucket: Bucket, guards: list[GradientGuard]) -> None:
+    def _ready(self, bucket: Bucket, guards: list[ForbiddenGradient]) -> None:
         """The bucket's last gradient has arrived: updates it if all of them are there."""
         if self.accumulating:
             return
         grads = [p.grad for p in bucket.params]
         for grad in grads:
-            if grad is None or type(grad) is GradientGuard:
+            if grad is None or type(grad) is ForbiddenGradient:
                 return
         self._check_gradient(grads[-1])  # type: ignore[arg-type]
         if are_kept(grads):  # perhaps for the loop to change them before step(), which then takes care of them
@@ -307,7 +307,7 @@ class BackwardEngine:
             applied = {id(p) for bucket in self._applied for p in bucket.params}
             params = (p for group in self.optimizer.param_groups for p in group["params"])
             left = [p for p in params if id(p) not in applied]
-            if any(type(p.grad) is GradientGuard for p in left):
+            if any(type(p.grad) is ForbiddenGradient for p in left):
                 raise GradweaveError(
                     'step() without a backward() of its own: mode="backward" uses each gradient once, during backward; '
                     "a loaded checkpoint, too, needs zero_grad() and a new backward() before step()"
@@ -403,6 +403,6 @@ class BackwardEngine:
         return not same_objects(self._trainable(), self._known)
 
 
-def _fits(guard: GradientGuard, p: nn.Parameter) -> bool:
+def _fits(guard: ForbiddenGradient, p: nn.Parameter) -> bool:
     """Whether a guard can still stand for a parameter's gradient; a model may have been converted."""
     return guard.dtype is p.dtype and guard.device == p.device and guard.shape == p.shape

@@ -37,17 +37,17 @@ from gradweave._compat.eager import (
 from gradweave._logging import announce
 from gradweave._runtime.buckets import Bucket, make_buckets, mark_written, same_groups
 from gradweave._runtime.deferred.late import LateGradient, settle_gradients, settled
-from gradweave._runtime.deferred.pending import (
-    PendingState,
+from gradweave._runtime.deferred.pending_gradient import PendingGradient, make_gradient_pending, make_gradient_plain
+from gradweave._runtime.deferred.pending_parameter import (
+    PendingParameter,
     accumulate,
     accumulated,
     make_pending,
-    pending_class,
-    pending_gradient_class,
     restore,
     show,
     shown_gradient,
 )
+from gradweave._runtime.deferred.pending_state import PendingState
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave.errors import GradweaveError
 from gradweave.fusion.compiled_callees import weights_handed_out
@@ -105,9 +105,7 @@ class ForwardEngine:
         self._process = os.getpid()
         self._decided: list[Update] = []
         self._pending: dict[int, Update] = {}
-        self._pending_class = pending_class(self._resolve_param)
-        self._gradient_class = pending_gradient_class(self._resolve_gradient)
-        self._of_gradient: dict[int, Update] = {}
+        self._resolve_on_use = self._resolve_param  # one bound method for all parameters
         self._state: Any = None
         self._bucket_of: dict[int, int] = {}
         self._moved: dict[int, int] = {}
@@ -386,32 +384,30 @@ class ForwardEngine:
         # A graph from before the step must not be run backward with what it has kept of the weights.
         mark_written([p for update in updates for p in update.bucket.params])
         for update in updates:
+            update.resolve = partial(self._resolve_update, update)
             for p, grad in zip(update.bucket.params, update.grads, strict=True):
-                make_pending(p, self._pending_class, self._show(update, p, grad))
+                make_pending(p, self._resolve_on_use, self._show(update, p, grad))
             self._pending[update.bucket.number] = update
         self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle)
 
     def _show(self, update: Update, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """What is seen of a gradient while the update with it is pending: using it, the update is done first."""
-        shown = self._seen(p, grad)
+        shown = self._seen(update, p, grad)
         update.shown.append(shown)
-        if type(shown) is self._gradient_class:
-            self._of_gradient[id(shown)] = update
         return shown
 
-    def _seen(self, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    def _seen(self, update: Update, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         if type(grad) is LateGradient:
             return LateGradient(grad, _UntilUpdated(self, p, grad))
-        grad.__class__ = self._gradient_class
+        make_gradient_pending(grad, update.resolve)
         return grad
 
     def _show_themselves(self, update: Update) -> list[torch.Tensor]:
         """Gradients are themselves again, also for those who have kept them; returns them."""
-        themselves = []
+        themselves: list[torch.Tensor] = []
         for grad, shown in zip(update.grads, update.shown, strict=True):
-            if type(shown) is self._gradient_class:
-                self._of_gradient.pop(id(shown), None)
-                shown.__class__ = torch.Tensor
+            if type(shown) is PendingGradient:
+                make_gradient_plain(shown)
                 themselves.append(shown)
             else:
                 themselves.append(settled(grad))
@@ -499,15 +495,14 @@ class ForwardEngine:
     def _resolve_param(self, p: nn.Parameter) -> None:
         with self._only_one():
             update = self._pending.get(self._bucket_of.get(id(p), -1))
-            if update is not None and type(p) is self._pending_class and not update.is_running:
+            if update is not None and type(p) is PendingParameter and not update.is_running:
                 self._resolve(update)
                 if is_being_traced():  # perhaps of a part of the model only, which is not entered
                     self.stop(TRACED)
 
-    def _resolve_gradient(self, grad: torch.Tensor) -> None:
+    def _resolve_update(self, update: Update) -> None:
         with self._only_one():
-            update = self._of_gradient.get(id(grad))
-            if update is not None and not update.is_running:
+            if self._pending.get(update.bucket.number) is update and not update.is_running:
                 self._resolve(update)
 
     def _settle(self) -> Any:
@@ -604,7 +599,7 @@ class ForwardEngine:
         for p, is_cleared, added in zip(update.bucket.params, cleared, since, strict=True):
             if type(p) is nn.Parameter:
                 left = p.grad
-                make_pending(p, self._pending_class, left)
+                make_pending(p, self._resolve_on_use, left)
                 accumulate(p, added)
             if is_cleared:
                 show(p, None)
@@ -616,7 +611,7 @@ class ForwardEngine:
         update.grads = grads
         for p, grad, is_cleared, added in zip(update.bucket.params, grads, cleared, since, strict=True):
             shown = self._show(update, p, grad)
-            make_pending(p, self._pending_class, None if is_cleared else shown)
+            make_pending(p, self._resolve_on_use, None if is_cleared else shown)
             accumulate(p, added)
 
     def _versions(self, params: Iterable[nn.Parameter]) -> list[int]:
@@ -648,7 +643,7 @@ class _UntilUpdated:
 
     ready = settle
 
-    def done(self, behind: torch.cuda.Event | None = None) -> None:
+    def done(self, after: torch.cuda.Event | None = None) -> None:
         """Nothing is left to do."""
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.eager import are_kept, map_nested, metadata_guard, no_torch_function
-from gradweave._runtime.deferred.pending import METADATA
+from gradweave._runtime.deferred.arguments import METADATA
 from gradweave.fusion.optimizer_step import FrozenStep
 
 

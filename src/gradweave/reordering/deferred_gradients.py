@@ -98,12 +98,12 @@ class HandedOn:
                 self._elsewhere = torch.cuda.current_stream(self._device).record_event()
         return self._made
 
-    def done(self, behind: torch.cuda.Event | None = None) -> None:
+    def done(self, after: torch.cuda.Event | None = None) -> None:
         """Lets go of what the gradients were made from: for the stream of the backward, whose memory that is."""
         if not self.is_over:
             with torch.cuda.stream(self._main) if self._main is not None else nullcontext():
-                if behind is not None and self._main is not None:
-                    self._main.wait_event(behind)
+                if after is not None and self._main is not None:
+                    self._main.wait_event(after)
                 for task in self._tasks:
                     self._queue.finish(task)
                     task.drop()
@@ -155,9 +155,9 @@ class _Part:
         """The gradient, for the current stream alone."""
         return self._layer.ready()[self._number]
 
-    def done(self, behind: torch.cuda.Event | None = None) -> None:
+    def done(self, after: torch.cuda.Event | None = None) -> None:
         """What came after :meth:`ready` ends with an event; the stream of the backward waits for that."""
-        self._layer.done(behind)
+        self._layer.done(after)
 
 
 def can_wait(p: torch.Tensor) -> bool:

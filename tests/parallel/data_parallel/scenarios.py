@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from gradweave._runtime.deferred.pending_parameter import PendingParameter
 from gradweave.errors import GradweaveError
 from gradweave.parallel.data_parallel import DataParallel, step_costs
 from gradweave.parallel.data_parallel.buffers import BufferSharing
@@ -212,7 +213,7 @@ def orders(*, k):
     for number, module in enumerate(linears):
         module.weight.register_post_accumulate_grad_hook(lambda _, number=number: came.append(number))
         module.register_forward_pre_hook(
-            lambda *_: pending.append([type(m.weight).__name__ == "PendingParameter" for m in linears])
+            lambda *_: pending.append([isinstance(m.weight, PendingParameter) for m in linears])
         )
     wrapped = DataParallel(model, opt, policy="reverse_first_k", k=k, bucket_bytes=1)
     for step in range(4):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradweave._runtime.deferred.pending import is_pending_gradient
+from gradweave._runtime.deferred.pending_gradient import PendingGradient
 from gradweave.errors import GradweaveError
 from gradweave.parallel.data_parallel.reducer import Reducer
 
@@ -26,19 +26,19 @@ def test_gradients_are_pending_behind_backward_and_right_when_looked_at():
     model.zero_grad()
     reducer = reducer_of(model)
     model(torch.ones(2, 3)).sum().backward()
-    assert all(is_pending_gradient(p.grad) for p in model.parameters())
+    assert all(isinstance(p.grad, PendingGradient) for p in model.parameters())
     assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
     reducer.close()
     model.zero_grad()
     model(torch.ones(2, 3)).sum().backward()
-    assert not any(is_pending_gradient(p.grad) for p in model.parameters())
+    assert not any(isinstance(p.grad, PendingGradient) for p in model.parameters())
 
 
 def test_a_barrier_leaves_nothing_pending():
     model = chain()
     reducer_of(model, barrier=True)
     model(torch.ones(2, 3)).sum().backward()
-    assert not any(is_pending_gradient(p.grad) for p in model.parameters())
+    assert not any(isinstance(p.grad, PendingGradient) for p in model.parameters())
 
 
 def test_waiting_for_one_leaves_the_others():
@@ -46,7 +46,7 @@ def test_waiting_for_one_leaves_the_others():
     reducer = reducer_of(model)
     model(torch.ones(2, 3)).sum().backward()
     reducer.wait_for([model[1].weight])
-    assert [is_pending_gradient(p.grad) for p in model.parameters()] == [True, False, True, True]
+    assert [isinstance(p.grad, PendingGradient) for p in model.parameters()] == [True, False, True, True]
 
 
 def test_what_nobody_has_used_has_no_gradient():

@@ -1,4 +1,4 @@
-"""Gradients that are still being computed when backward returns, and how an update waits for them."""
+"""Gradients that are still being computed when backward returns."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ import torch
 from torch import nn
 
 from gradweave._compat.eager import map_nested, metadata_guard, no_torch_function
-from gradweave._runtime.deferred.pending import METADATA
+from gradweave._runtime.deferred.arguments import METADATA
 
 
 class Source(Protocol):
-    """Where a late gradient comes from."""
+    """The computation that a late gradient is the result of."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """Where it is computed, if that is beside the backward."""
+        """The stream of the computation, if it runs beside the backward."""
 
     def settle(self) -> torch.Tensor:
-        """The gradient, for the current stream and the one that backward ran on; nothing is left to do."""
+        """Return the gradient, for use on the current stream and on that of the backward; nothing is left to do."""
 
     def ready(self) -> torch.Tensor:
-        """The gradient, for the current stream alone; :meth:`done` must follow."""
+        """Return the gradient, for use on the current stream alone; :meth:`done` must follow."""
 
-    def done(self, behind: torch.cuda.Event | None = None) -> None:
-        """What came behind :meth:`ready` ends with an event, for the stream that backward ran on to wait for."""
+    def done(self, after: torch.cuda.Event | None = None) -> None:
+        """Let the stream of the backward wait for an event, the end of what followed :meth:`ready`."""
 
 
 class LateGradient(torch.Tensor):
-    """Stands for a gradient in ``.grad``: whoever uses it has it finished first.
+    """A stand-in without data for a gradient in ``.grad``: using it finishes the computation first.
 
-    Operations, also from C++, go through to the real gradient. Forward-fusion, which knows when the
-    update needs it, asks the source itself.
+    Operations go through to the real gradient: those of Python by ``__torch_function__``, and those of C++, such as
+    autograd's accumulation, by ``__torch_dispatch__``. A deferred update, which knows when it needs the gradient,
+    asks the source itself.
     """
 
     source: Source
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, source: Source) -> LateGradient:
-        """One of the shape, strides, type and device of ``like``."""
+        """Make one of the shape, strides, type and device of ``like``."""
         with no_torch_function():
             late: LateGradient = metadata_guard(cls, like)
         late.source = source
@@ -60,19 +61,20 @@ class LateGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:  # by which autograd puts it into .grad
+        # Autograd puts a gradient into .grad as a detached alias; that must not finish the computation.
+        if func is torch.ops.aten.detach.default:
             return LateGradient(args[0], args[0].source)
         args, kwargs = map_nested(settled, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def settled(value: Any) -> Any:
-    """The real gradient for a late one; anything else as it is."""
+    """Return the real gradient for a late one, and anything else as it is."""
     return value.source.settle() if type(value) is LateGradient else value
 
 
 def settle_gradients(params: Iterable[nn.Parameter]) -> None:
-    """Puts real gradients in the place of late ones."""
+    """Replace late gradients in ``.grad`` by the real ones."""
     for p in params:
         if type(p.grad) is LateGradient:
             p.grad = settled(p.grad)

@@ -13,9 +13,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gradweave._compat.eager import NO_BACKWARD, at_end_of_backward, current_backward, storage_users
+from gradweave._runtime.deferred.pending_gradient import (
+    PendingGradient,
+    make_gradient_pending,
+    make_gradient_plain,
+)
 from gradweave.errors import GradweaveError, LostPeerError
 from gradweave.parallel.data_parallel.failures import naming_lost_peers
-from gradweave.parallel.data_parallel.gradients import pending_class
 
 
 class Message:
@@ -32,7 +36,7 @@ class Message:
         self.params = tuple(params)
         self.arrived: set[int] = set()
         self._dtype = dtype
-        self._class = pending_class(weakref.WeakMethod(self.wait))
+        self._on_use = partial(_wait_for, weakref.ref(self))
         self._handed: list[torch.Tensor] = []
         self._work: Any = None
         self._failure: LostPeerError | None = None
@@ -101,7 +105,7 @@ class Message:
         for place, (p, grad) in enumerate(zip(self.params, self._handed, strict=True)):
             if place not in missing:
                 if self.is_on_its_way:
-                    grad.__class__ = self._class
+                    make_gradient_pending(grad, self._on_use)
                 p.grad = grad
         self.arrived = set()
 
@@ -122,16 +126,16 @@ class Message:
             if self._result.dtype is not self._wire.dtype:
                 self._result.copy_(self._wire[: self._size])
         for grad in self._handed:
-            grad.__class__ = torch.Tensor
+            make_gradient_plain(grad)
 
     def give_up(self) -> None:
         """Takes away gradients that will never be averaged."""
         if self._work is not None:
             for p in self.params:
-                if type(p.grad) is self._class:
+                if type(p.grad) is PendingGradient:
                     p.grad = None
             for grad in self._handed:
-                grad.__class__ = torch.Tensor
+                make_gradient_plain(grad)
         self._work = self._failure = None
 
 
@@ -266,6 +270,12 @@ class Reducer:
         self._backward, self._next = NO_BACKWARD, 0
         if self._barrier:
             self.wait()
+
+
+def _wait_for(message: weakref.ref[Message]) -> None:
+    """Wait for a message that may be gone: gradients that are kept keep none of its memory alive."""
+    if (found := message()) is not None:
+        found.wait()
 
 
 class _Done:

@@ -1,11 +1,12 @@
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from gradweave._runtime.deferred.pending import is_pending_gradient
-from gradweave.parallel.data_parallel.gradients import pending_class
+from gradweave._runtime.deferred.pending_gradient import PendingGradient, make_gradient_pending, make_gradient_plain
+from gradweave.errors import GradweaveError
 
 
 def pending():
@@ -14,10 +15,10 @@ def pending():
 
     def wait():
         waits.append(1)
-        value.__class__ = torch.Tensor
+        make_gradient_plain(value)
         value.fill_(2.0)
 
-    value.__class__ = pending_class(wait)
+    make_gradient_pending(value, wait)
     return value, waits
 
 
@@ -31,11 +32,11 @@ def pending():
 )  # fmt: skip
 def test_whoever_looks_waits_once(use):
     gradient, waits = pending()
-    assert is_pending_gradient(gradient)
+    assert isinstance(gradient, PendingGradient)
     use(gradient)
     use(gradient)
     assert waits == [1]
-    assert not is_pending_gradient(gradient)
+    assert type(gradient) is torch.Tensor
     assert gradient.tolist() == [2.0] * 3
 
 
@@ -56,3 +57,24 @@ def test_clipping_and_optimizers_wait():
     parameter.grad, waits = pending()
     torch.optim.AdamW([parameter], lr=0.1, fused=True).step()
     assert waits == [1]
+
+
+def test_gradients_of_several_owners_are_each_resolved_by_their_own():
+    (one, waits_of_one), (other, waits_of_other) = pending(), pending()
+    assert torch.add(one, other).tolist() == [4.0] * 3
+    assert (waits_of_one, waits_of_other) == ([1], [1])
+
+
+def test_a_plain_gradient_carries_nothing_of_what_resolved_it():
+    gradient, _ = pending()
+    copied = pickle.loads(pickle.dumps(gradient))
+    assert copied.tolist() == [2.0] * 3
+    assert vars(gradient) == {}
+
+
+@pytest.mark.parametrize("use", [lambda g: g.norm(), copy.deepcopy, pickle.dumps])
+def test_one_that_is_never_resolved_is_an_error(use):
+    gradient = torch.zeros(3)
+    make_gradient_pending(gradient, lambda: None)
+    with pytest.raises(GradweaveError, match="given up"):
+        use(gradient)
