@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradweave.compare.models import GPT, ResNet18
 from gradweave.parallel.data_parallel import DataParallel
 from gradweave.parallel.data_parallel.autotune import simulate
-from gradweave.parallel.data_parallel.messages import UseOrder
+from gradweave.parallel.data_parallel.layers import UseOrder
 from gradweave.parallel.data_parallel.reverse_first_k import Watched
 from gradweave.parallel.data_parallel.step_costs import StepWatch, measure_link
 from gradweave.reordering.queue import WeightGradientQueue

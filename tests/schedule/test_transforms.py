@@ -65,17 +65,18 @@ def messages(graph):
 
 def test_buckets_close_at_their_size_and_follow_the_order():
     graph = data_parallel(Costs.uniform(5), replicas=2, link=Link(1.0))
-    assert messages(bucket(graph, range(5)[::-1], 0)) == [(4, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1), (0, 1, 1)]
-    assert messages(bucket(graph, range(5)[::-1], 2)) == [(3, 2, 2), (1, 2, 2), (0, 1, 1)]
-    # The order jumps from layer 2 to layer 0, and so does the message.
-    assert sorted(messages(bucket(graph, [4, 3, 2, 0, 1], 99))) == [(0, 2, 2), (2, 3, 3)]
+    assert messages(bucket(graph, 0)) == [(4, 1, 1), (3, 1, 1), (2, 1, 1), (1, 1, 1), (0, 1, 1)]
+    assert messages(bucket(graph, 2)) == [(3, 2, 2), (1, 2, 2), (0, 1, 1)]
+    # What is held back shares no message with what is not, also where the layers border on each other.
+    assert sorted(messages(bucket(graph, 99, k=2))) == [(0, 2, 2), (2, 3, 3)]
+    assert sorted(messages(bucket(graph, 99, k=1))) == [(0, 1, 1), (1, 4, 4)]
     with pytest.raises(ArgumentError, match="bucket_bytes=-1"):
-        bucket(graph, range(5), -1)
+        bucket(graph, -1)
 
 
 @given(graphs(Family.DATA_PARALLEL), st.integers(0, 300))
 def test_bucketing_keeps_bytes_and_dependencies(graph, bucket_bytes):
-    together = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
+    together = bucket(graph, bucket_bytes)
     assert sum(t.payload for t in together.tasks if t.kind is Kind.C) == sum(
         t.payload for t in graph.tasks if t.kind is Kind.C
     )

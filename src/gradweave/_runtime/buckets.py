@@ -1,13 +1,16 @@
-"""Buckets: parameters that are updated together, in the order they are used."""
+"""Buckets of parameters: what one update works on, and what one message carries."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from gradweave.schedule.buckets import fill, message_buckets
 
 CPU_BUCKET_BYTES = {"forward": 4 * 2**20, "backward": 64 * 2**20}
 """In forward about what a core's cache holds: the layer finds its new weights there. In backward each change from
@@ -33,58 +36,84 @@ class Bucket:
     @property
     def size(self) -> int:
         """Bytes of its parameters, and so of its gradients."""
-        return sum(p.numel() * p.element_size() for p in self.params)
+        return sum(map(bytes_of, self.params))
+
+
+def bytes_of(p: nn.Parameter) -> int:
+    """Return the bytes of a parameter, and so of its gradient."""
+    return p.numel() * p.element_size()
 
 
 def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int, mode: str) -> list[Bucket]:
-    """Fills buckets with an optimizer's parameters in the given order.
+    """Fill buckets with an optimizer's parameters in the given order.
 
     A bucket is closed when it holds the least bytes that are worth an update of their own and, on
     a GPU, its share of ``most`` buckets; and before a parameter on another device. Parameters that
     the order leaves out are in no bucket.
 
+    Here each parameter counts as a layer of its own: each has an update of its own, whereas a
+    message is waited for as a whole.
+
     Args:
-        optimizer: Whose parameters.
-        order: Of their use.
+        optimizer: The optimizer that updates them.
+        order: Parameters in the order of their use.
         most: How many buckets on a GPU.
         mode: ``"forward"`` or ``"backward"``.
     """
     order = list(dict.fromkeys(order))
-    total = sum(p.numel() * p.element_size() for p in order)
+    total = sum(map(bytes_of, order))
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    filled: list[list[nn.Parameter]] = []
+    for device, run in groupby([p for p in order if id(p) in owned], lambda p: p.device):
+        limit = CPU_BUCKET_BYTES[mode] if device.type == "cpu" else max(CUDA_BUCKET_BYTES, total // most)
+        filled += fill(run, bytes_of, limit)
+    return with_groups(optimizer, filled)
+
+
+def with_groups(optimizer: Optimizer, buckets: Iterable[Sequence[nn.Parameter]]) -> list[Bucket]:
+    """Return what of given buckets an optimizer updates, by its parameter groups; empty ones are left out."""
     place = {
-        p: (index, position)
+        id(p): (index, position)
         for index, group in enumerate(optimizer.param_groups)
         for position, p in enumerate(group["params"])
     }
-    buckets: list[Bucket] = []
-    filling: list[nn.Parameter] = []
-    size = 0
+    made: list[Bucket] = []
+    for params in buckets:
+        own = [p for p in params if id(p) in place]
+        groups: dict[int, list[nn.Parameter]] = {}
+        for p in sorted(own, key=lambda p: place[id(p)]):
+            groups.setdefault(place[id(p)][0], []).append(p)
+        if own:
+            made.append(Bucket(len(made), tuple(own), groups))
+    return made
 
-    def close() -> None:
-        nonlocal filling, size
-        if filling:
-            groups: dict[int, list[nn.Parameter]] = {}
-            for p in sorted(filling, key=place.__getitem__):
-                groups.setdefault(place[p][0], []).append(p)
-            buckets.append(Bucket(len(buckets), tuple(filling), groups))
-        filling, size = [], 0
 
-    for p in order:
-        if p not in place:
-            continue
-        if filling and filling[-1].device != p.device:
-            close()
-        filling.append(p)
-        size += p.numel() * p.element_size()
-        on_cpu = p.device.type == "cpu"
-        if size >= (CPU_BUCKET_BYTES[mode] if on_cpu else max(CUDA_BUCKET_BYTES, total // most)):
-            close()
-    close()
-    return buckets
+def message_params(layers: Sequence[Sequence[nn.Parameter]], k: int, limit: int) -> list[list[nn.Parameter]]:
+    """Return the parameters of each message of gradients, in the order of sending.
+
+    A message carries whole layers, as the simulator has it. Only where parameters of a message
+    differ in dtype or device is it divided, since it is one flat tensor.
+
+    Args:
+        layers: Parameters of each layer, in the order of the forward.
+        k: How many of the first layers are held back, and sent first layer first.
+        limit: Bytes at which a message is full.
+    """
+    numbers = range(len(layers))
+    sizes = [sum(map(bytes_of, params)) for params in layers]
+    made: list[list[nn.Parameter]] = []
+    for bucket in message_buckets(numbers, k, sizes.__getitem__, limit):
+        alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for number in bucket:
+            # Backward comes to the last parameters of a layer first; of what is held back, forward needs the first.
+            for p in layers[number] if number < k else reversed(layers[number]):
+                alike.setdefault((p.dtype, p.device), []).append(p)
+        made += alike.values()
+    return made
 
 
 def same_groups(optimizer: Optimizer, known: Sequence[Sequence[nn.Parameter]]) -> bool:
-    """Whether an optimizer's groups hold the parameters they held."""
+    """Return whether an optimizer's groups hold the parameters they held."""
     groups = optimizer.param_groups
     if len(groups) != len(known):
         return False
@@ -92,7 +121,7 @@ def same_groups(optimizer: Optimizer, known: Sequence[Sequence[nn.Parameter]]) -
 
 
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
-    """Whether two lists hold the same objects; comparing parameters would compare their values."""
+    """Return whether two lists hold the same objects; comparing parameters would compare their values."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from gradweave.errors import ArgumentError
+from gradweave.schedule.buckets import message_buckets
 from gradweave.schedule.graph import TaskGraph
 from gradweave.schedule.tasks import Buffer, Kind, Task
 
@@ -108,23 +109,19 @@ def contiguous(layers: int, devices: int) -> Callable[[int], int]:
     return lambda layer: layer // (small + 1) if layer < extra * (small + 1) else (layer - extra) // small
 
 
-def bucket(graph: TaskGraph, order: Sequence[int], bucket_bytes: int) -> TaskGraph:
-    """Merge the per-layer messages of each step into buckets, following ``order`` of layers.
-
-    A message is closed once it holds ``bucket_bytes`` or more, or where the next layer of the order does not border on
-    it (a task covers consecutive layers only).
+def bucket(graph: TaskGraph, bucket_bytes: int, *, k: int = 0) -> TaskGraph:
+    """Merge the per-layer messages of each step by :func:`~gradweave.schedule.buckets.message_buckets`.
 
     Args:
         graph: A graph with one message per layer.
-        order: All layers, in the order in which their gradients are done.
         bucket_bytes: Size that closes a message; 0 keeps one message per layer.
+        k: Number of first layers held back to the end of backward, and sent in the order of the forward.
     """
     if bucket_bytes < 0:
         raise ArgumentError("bucket_bytes", bucket_bytes, "give 0 (one message per layer) or more")
-    bucket_of = _bucket_layers(graph, order, bucket_bytes)
-    members: dict[int, list[int]] = {}
-    for layer, number in bucket_of.items():
-        members.setdefault(number, []).append(layer)
+    sizes = [layer.parameter_bytes for layer in graph.costs.layers]
+    members = message_buckets(range(graph.layers), k, sizes.__getitem__, bucket_bytes)
+    bucket_of = {layer: number for number, layers in enumerate(members) for layer in layers}
     cluster = graph.cluster
     tasks: list[Task] = []
     needs: list[tuple[int, ...]] = []
@@ -154,16 +151,3 @@ def bucket(graph: TaskGraph, order: Sequence[int], bucket_bytes: int) -> TaskGra
         replace(buffer, users=tuple(dict.fromkeys(moved[user] for user in buffer.users))) for buffer in graph.buffers
     )
     return replace(graph, tasks=tuple(tasks), needs=tuple(needs), buffers=buffers)
-
-
-def _bucket_layers(graph: TaskGraph, order: Sequence[int], bucket_bytes: int) -> dict[int, int]:
-    """Return the number of each layer's bucket."""
-    bucket_of: dict[int, int] = {}
-    number, size, last = 0, 0, order[0]
-    for layer in order:
-        if bucket_of and (size >= bucket_bytes or abs(layer - last) > 1):
-            number, size = number + 1, 0
-        bucket_of[layer] = number
-        size += graph.costs.layers[layer].parameter_bytes
-        last = layer
-    return bucket_of

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradweave.parallel.data_parallel.messages import UseOrder
+from gradweave.parallel.data_parallel.layers import UseOrder
 from gradweave.parallel.data_parallel.reverse_first_k import Watched
 from gradweave.parallel.data_parallel.step_costs import StepWatch
 from gradweave.reordering.queue import Task, WeightGradientQueue

@@ -17,6 +17,7 @@ class Layout:
 
     Those of double precision have a vector of their own, all others one of float32; complex numbers
     are pairs. A tensor that is given twice has one place. Tensors added later lie behind the others.
+    An exchange sends each vector whole: there are no buckets here, and no order of readiness to keep.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:

@@ -18,6 +18,7 @@ from gradweave._compat.dynamo import between_graphs
 from gradweave._compat.eager import flat_leaves, no_torch_function
 from gradweave._logging import announce
 from gradweave._runtime.attachment import AccumulatingAttachment
+from gradweave._runtime.buckets import message_params
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
 from gradweave._runtime.peers.lockstep import Changes
 from gradweave._runtime.replicas import Lookout, agree, settings_of
@@ -29,7 +30,7 @@ from gradweave.parallel.data_parallel.buffers import BufferSharing
 from gradweave.parallel.data_parallel.checks import check, describe_model, refuse_averager, share_state
 from gradweave.parallel.data_parallel.deferred_updates import AveragedUpdates
 from gradweave.parallel.data_parallel.failures import naming_lost_peers
-from gradweave.parallel.data_parallel.messages import Layer, UseOrder, messages
+from gradweave.parallel.data_parallel.layers import Layer, UseOrder
 from gradweave.parallel.data_parallel.reducer import Reducer
 from gradweave.parallel.data_parallel.replica_check import Together
 from gradweave.parallel.data_parallel.reverse_first_k import HeldBack, Watched
@@ -59,7 +60,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             DistributedDataParallel does. ``"auto"`` measures some steps, simulates, tries what is promised to
             be faster, and keeps it only if it is.
         k: Layers to hold back, for ``"reverse_first_k"``: a number, ``"all"``, or None to search it by simulation.
-        bucket_bytes: Of gradients that travel in one message.
+        bucket_bytes: At how many bytes of gradients a message is full; it carries whole layers, so it may hold more.
         byte_budget: Bytes that weight gradients which are held back may keep alive; None for no bound.
         reduce_dtype: What gradients travel as, such as ``torch.bfloat16``; None for their own precision.
         broadcast_buffers: Give everybody the first rank's buffers before every forward in training.
@@ -366,7 +367,9 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             return
         self._arrangement = arrangement
         alone = self._group is None and arrangement.barrier
-        buckets = [] if alone else messages(self._layers, arrangement.k, self._bucket_bytes)
+        buckets = (
+            [] if alone else message_params([layer.params for layer in self._layers], arrangement.k, self._bucket_bytes)
+        )
         self._reducer = Reducer(
             buckets, self._group, dtype=self._dtype, barrier=arrangement.barrier, begins=self._backward_begins,
             accumulates=self._before_adding,

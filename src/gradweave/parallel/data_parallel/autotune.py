@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradweave._runtime.ab_trial import ABTrial, DeviceClock, TrialRules
 from gradweave.parallel.data_parallel.failures import naming_lost_peers
-from gradweave.parallel.data_parallel.messages import Layer
+from gradweave.parallel.data_parallel.layers import Layer
 from gradweave.parallel.data_parallel.step_costs import StepWatch, measure_link
 from gradweave.schedule.builders import data_parallel
 from gradweave.schedule.costs import Costs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.eager import no_torch_function, without_function_mode
-from gradweave._runtime.buckets import Bucket
-from gradweave._runtime.deferred.pending import restore, show
+from gradweave._runtime.buckets import with_groups
+from gradweave._runtime.deferred.pending_gradient import make_gradient_pending
+from gradweave._runtime.deferred.pending_parameter import restore, show
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.grad_norm import NormTracker
 from gradweave.parallel.data_parallel.reducer import Reducer
@@ -40,7 +40,6 @@ class AveragedUpdates(ForwardEngine):
                 restore(p)
                 p.grad = None
         self._pending.clear()
-        self._of_gradient.clear()
         if self._state is not None:
             self.optimizer.state, self._state = self._state, None
 
@@ -48,11 +47,11 @@ class AveragedUpdates(ForwardEngine):
         """A gradient is a part of the reducer's message, which nothing else refers to."""
         return grad is not None and grad.layout is torch.strided
 
-    def _seen(self, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+    def _seen(self, update: Any, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """The gradient itself has a class of the reducer's while it is averaged."""
         with no_torch_function():
             seen = grad.view_as(grad)
-        seen.__class__ = self._gradient_class
+        make_gradient_pending(seen, update.resolve)
         return seen
 
     def _make_visible(self, update: Any) -> None:
@@ -74,27 +73,9 @@ class AveragedUpdates(ForwardEngine):
 
     def _learned(self, params: list[nn.Parameter]) -> None:
         super()._learned(params)
-        self.buckets = _as_updated(self.optimizer, [message.params for message in self._reducer.messages])
+        self.buckets = with_groups(self.optimizer, [message.params for message in self._reducer.messages])
         self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
 
     def _apply(self, update: Any) -> None:
         self._reducer.wait_for(update.bucket.params)
         super()._apply(update)
-
-
-def _as_updated(optimizer: Optimizer, buckets: Sequence[Sequence[nn.Parameter]]) -> list[Bucket]:
-    """The parts of buckets that an optimizer updates."""
-    group_of = {
-        id(p): (index, position)
-        for index, group in enumerate(optimizer.param_groups)
-        for position, p in enumerate(group["params"])
-    }
-    made: list[Bucket] = []
-    for params in buckets:
-        own = [p for p in params if id(p) in group_of]
-        groups: dict[int, list[nn.Parameter]] = {}
-        for p in sorted(own, key=lambda p: group_of[id(p)]):
-            groups.setdefault(group_of[id(p)][0], []).append(p)
-        if own:
-            made.append(Bucket(len(made), tuple(own), groups))
-    return made

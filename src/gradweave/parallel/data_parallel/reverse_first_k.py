@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from gradweave._compat.eager import no_torch_function
-from gradweave.parallel.data_parallel.messages import Layer
+from gradweave.parallel.data_parallel.layers import Layer
 from gradweave.reordering.interception import SplitCalls
 from gradweave.reordering.queue import WeightGradientQueue
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradweave._runtime.ab_trial import DeviceClock
 from gradweave._runtime.module_hook import ModuleHook
-from gradweave.parallel.data_parallel.messages import Layer
+from gradweave.parallel.data_parallel.layers import Layer
 from gradweave.reordering.queue import Task
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.links import Link

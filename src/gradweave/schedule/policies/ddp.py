@@ -19,7 +19,7 @@ def ddp(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedu
         graph: A graph of replicas.
         bucket_bytes: Bytes at which a bucket is closed; 0 for one message per layer.
     """
-    graph = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
+    graph = bucket(graph, bucket_bytes)
     order: list[int] = []
     for step in range(graph.steps):
         order += forward(graph, step) + backward(graph, step) + updates(graph, step)

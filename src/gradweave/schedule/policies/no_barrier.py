@@ -18,7 +18,7 @@ def no_barrier(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) ->
         graph: A graph of replicas.
         bucket_bytes: As for ddp.
     """
-    graph = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
+    graph = bucket(graph, bucket_bytes)
     return Schedule(graph, (unbarriered_stream(graph), *link_lanes(graph)), policy="no_barrier")
 
 

@@ -19,7 +19,7 @@ def priority(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> S
         graph: A graph of replicas.
         bucket_bytes: As for ddp.
     """
-    graph = bucket(graph, range(graph.layers)[::-1], bucket_bytes)
+    graph = bucket(graph, bucket_bytes)
     tasks = graph.tasks
     links = (
         Lane(link, link, tuple(sorted(messages, key=lambda i: (tasks[i].step, tasks[i].layer))), Discipline.PREEMPTIVE)

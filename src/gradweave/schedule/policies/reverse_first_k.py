@@ -47,7 +47,7 @@ def reverse_first_k(
 
 def _schedule(graph: TaskGraph, k: int, bucket_bytes: int) -> Schedule:
     layers = range(graph.layers)
-    graph = bucket(graph, [*reversed(layers[k:]), *layers[:k]], bucket_bytes)
+    graph = bucket(graph, bucket_bytes, k=k)
     index = graph.index
     order = forward(graph, 0)
     for step in range(graph.steps):

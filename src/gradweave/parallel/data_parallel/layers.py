@@ -1,4 +1,4 @@
-"""The layers of a model in the order of its forward, and the messages that their gradients travel in."""
+"""The layers of a model in the order of its forward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from gradweave._compat.eager import ConvolutionModule, is_parametrized, no_torch_function
+from gradweave._runtime.buckets import bytes_of
 from gradweave._runtime.module_hook import ModuleHook
 
 
@@ -17,9 +18,9 @@ class Layer:
     """A module with parameters of its own.
 
     Attributes:
-        name: In the model.
+        name: The module's name in the model.
         module: The module.
-        params: Those that are trained; one that an earlier layer has too is that one's.
+        params: Its trained parameters; one that an earlier layer has too belongs to that layer.
         can_wait: Whether its weight gradient can be computed apart from its input gradient.
     """
 
@@ -31,11 +32,11 @@ class Layer:
     @property
     def size(self) -> int:
         """Bytes of its gradients."""
-        return sum(p.numel() * p.element_size() for p in self.params)
+        return sum(map(bytes_of, self.params))
 
 
 class UseOrder:
-    """Notes in which order the modules of a model run."""
+    """The order in which the modules of a model run, observed by hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners = [(n, m) for n, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
@@ -53,10 +54,10 @@ class UseOrder:
         self._used[self._number[id(module)]] = None
 
     def numbers(self) -> list[int]:
-        """All layers, by number, in the order in which they ran.
+        """Return the numbers of all layers in the order in which they ran.
 
-        One that did not run comes behind the one that the model has before it: so do weights of a module that are used
-        without it, as by an attention whose output projection is its child.
+        A layer that did not run follows the one that the model has before it. So does a module with weights that
+        another module uses, such as the output projection of an attention layer, which is its child.
         """
         ordered = list(self._used)
         for number in range(len(self._owners)):
@@ -65,12 +66,12 @@ class UseOrder:
         return ordered
 
     def close(self) -> None:
-        """Notes no more."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def layers(self, numbers: Sequence[int]) -> list[Layer]:
-        """The layers in a given order; those that train nothing are left out."""
+        """Return the layers in a given order, without those that train nothing."""
         seen: set[int] = set()
         layers = []
         for number in numbers:
@@ -87,22 +88,3 @@ def _can_wait(module: nn.Module, own: Sequence[nn.Parameter]) -> bool:
     if not isinstance(module, (nn.Linear, ConvolutionModule)) or is_parametrized(module):
         return False
     return any(module.weight is p for p in own)
-
-
-def messages(layers: Sequence[Layer], k: int, bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters by message, in the order of sending: layers from the last to the k-th, then those before it.
-
-    A message is full once it holds ``bucket_bytes``; parameters of different types do not share one.
-    """
-    ordered = [p for layer in reversed(layers[k:]) for p in reversed(layer.params)]
-    ordered += [p for layer in layers[:k] for p in layer.params]
-    made: list[list[nn.Parameter]] = []
-    size = 0
-    for index, p in enumerate(ordered):
-        fits = made and 0 < size < bucket_bytes and (made[-1][-1].dtype, made[-1][-1].device) == (p.dtype, p.device)
-        if not fits or index == sum(len(layer.params) for layer in layers[k:]):
-            made.append([])
-            size = 0
-        made[-1].append(p)
-        size += p.numel() * p.element_size()
-    return made

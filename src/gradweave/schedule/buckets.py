@@ -1,0 +1,49 @@
+"""The one rule by which work is put together into buckets: messages of gradients, and updates.
+
+The simulator's messages, those that ``DataParallel`` sends and the updates of ``fuse`` are all made
+by this rule, so that what is simulated is what is run. It knows no tensors: a layer is whatever the
+caller gives, and so is its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def readiness(layers: Sequence[T], k: int = 0) -> tuple[list[T], list[T]]:
+    """Return layers in the order in which backward has their weight gradients ready, as two runs.
+
+    The first run is that of backward, from the last layer to layer ``k``. The second is that of the
+    first ``k`` layers, held back to the end of backward and then computed in the order of the forward.
+    """
+    return list(reversed(layers[k:])), list(layers[:k])
+
+
+def fill(run: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
+    """Put the layers of a run together, in their order, until a bucket holds ``limit`` bytes.
+
+    A layer is never divided: its gradients are ready together and needed together. A bucket may
+    therefore hold more than ``limit``, by less than its last layer. With a limit of 0 each layer has
+    a bucket of its own.
+    """
+    buckets: list[list[T]] = []
+    room = 0
+    for layer in run:
+        if not buckets or room <= 0:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(layer)
+        room -= size(layer)
+    return buckets
+
+
+def message_buckets(layers: Sequence[T], k: int, size: Callable[[T], int], limit: int) -> list[list[T]]:
+    """Return the layers of each message of reverse first-k, in the order of sending; k=0 is plain backward.
+
+    No message has layers of both runs: what is held back is what the next forward needs first, and
+    must not make the message of another layer wait, nor travel behind that layer's bytes.
+    """
+    return [bucket for run in readiness(layers, k) for bucket in fill(run, size, limit)]
