@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from gradweave._runtime.deferred.pending import make_pending, pending_class, restore
+from gradweave._runtime.deferred.pending_parameter import make_pending, restore
 from gradweave._runtime.interception import (
     WeightGradientSplitter,
     apply_pending_updates,
@@ -44,7 +44,7 @@ def test_pending_updates_are_applied_and_all_else_is_ignored():
         restore(param)
         updated.append(param)
 
-    make_pending(p, pending_class(resolve), None)
+    make_pending(p, resolve, None)
     apply_pending_updates(None, 3, torch.zeros(1), nn.Parameter(torch.zeros(1)), p)
     assert updated == [p]
     assert type(p) is nn.Parameter
