@@ -41,15 +41,11 @@ LAYERS = (
 
 UPWARD_OR_SIDEWAYS = {
     ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",
-    ("parallel.data_parallel.api", "fusion"): "observes the optimizer's step",
     ("parallel.data_parallel.api", "reordering"): "runs weight gradients from reordering's queue",
-    ("parallel.data_parallel.checks", "fusion"): "asks whether an optimizer can be updated in parts",
     ("parallel.data_parallel.deferred_updates", "fusion"): "updates before the next forward, as forward-fusion does",
     ("parallel.data_parallel.reverse_first_k", "reordering"): "holds weight gradients back in reordering's queue",
     ("parallel.data_parallel.step_costs", "reordering"): "types of reordering's queue",
     ("parallel.pipeline.weight_gradients", "reordering"): "splits a stage's backward as reordering does",
-    ("reordering.api", "fusion"): "weight gradients and updates of one step follow each other",
-    ("reordering.deferred_gradients", "fusion"): "no_autocast is a helper of both",
 }
 """Importing module and imported package, with the reason; both below ``gradweave``."""
 
@@ -62,7 +58,7 @@ PRIVATE_TORCH = {
     ("compiler.shared_state", "_version"): _VERSIONS,
     ("compiler.tensor_forms", "_local_scalar_dense"): "the operator behind item()",
     ("fusion.backward", "_version"): _VERSIONS,
-    ("fusion.influence", "_schema"): _SCHEMAS,
+    ("_runtime.optimizer_steps.influence", "_schema"): _SCHEMAS,
     ("fusion.loop_observer", "_version"): _VERSIONS,
     ("optim.kernels.gpu_statistics", "_version"): _VERSIONS,
     ("optim.statistics.hooks", "_parameters"): "parameters without those of parametrizations",

@@ -13,6 +13,9 @@ from torch.optim import Optimizer
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer, claims_on, holders_of, is_claimed
 from gradweave._runtime.composition import refuse_conflicts
+from gradweave._runtime.optimizer_steps.hooks import StepHooks
+from gradweave._runtime.optimizer_steps.independence import check_independent, keeps_gradients
+from gradweave._runtime.optimizer_steps.partial import begins_whole
 from gradweave._runtime.requirements import (
     refuse_copies,
     refuse_sharded,
@@ -28,9 +31,6 @@ from gradweave.fusion.auto import AutoEngine
 from gradweave.fusion.backward import BackwardEngine
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.grad_norm import NormTracker
-from gradweave.fusion.independence import check_independent, keeps_gradients
-from gradweave.fusion.optimizer_step import begins_whole
-from gradweave.fusion.step_hooks import StepHooks
 
 Mode = Literal["auto", "forward", "backward"]
 MODES: tuple[Mode, ...] = get_args(Mode)

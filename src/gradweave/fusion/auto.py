@@ -16,12 +16,12 @@ from gradweave._compat.eager import is_being_traced
 from gradweave._logging import announce
 from gradweave._runtime import ab_trial
 from gradweave._runtime.ab_trial import ABTrial, HostClock
+from gradweave._runtime.deferred.unseen_readers import TRACED, why_never
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave.fusion.backward import BackwardEngine
 from gradweave.fusion.forward import ForwardEngine
 from gradweave.fusion.grad_norm import NormTracker
 from gradweave.fusion.loop_observer import LoopObserver
-from gradweave.fusion.unseen_readers import TRACED, why_never
 
 Choice = Literal["stock", "forward", "backward"]
 _AS_GOOD = 0.99

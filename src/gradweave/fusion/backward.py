@@ -21,12 +21,12 @@ from gradweave._compat.eager import (
 from gradweave._runtime.buckets import Bucket, make_buckets, mark_written, same_groups, same_objects
 from gradweave._runtime.deferred.forbidden import ForbiddenGradient, forbidden_gradient
 from gradweave._runtime.deferred.late import settle_gradients
+from gradweave._runtime.optimizer_steps.hooks import HiddenParams
+from gradweave._runtime.optimizer_steps.partial import FrozenStep, PartialStepper, no_autocast
 from gradweave._runtime.replicas import digest
 from gradweave.errors import GradweaveError
 from gradweave.fusion.grad_norm import NormTracker
-from gradweave.fusion.optimizer_step import FrozenStep, PartialStepper, no_autocast
 from gradweave.fusion.side_stream import UpdatesBeside
-from gradweave.fusion.step_hooks import HiddenParams
 
 _MOST_BUCKETS = 24
 """On a GPU: so that about a twenty-fourth of the gradients is alive at a time."""

@@ -36,6 +36,7 @@ from gradweave._compat.eager import (
 )
 from gradweave._logging import announce
 from gradweave._runtime.buckets import Bucket, make_buckets, mark_written, same_groups
+from gradweave._runtime.deferred.compiled_callees import weights_handed_out
 from gradweave._runtime.deferred.late import LateGradient, settle_gradients, settled
 from gradweave._runtime.deferred.pending_gradient import PendingGradient, make_gradient_pending, make_gradient_plain
 from gradweave._runtime.deferred.pending_parameter import (
@@ -48,21 +49,8 @@ from gradweave._runtime.deferred.pending_parameter import (
     shown_gradient,
 )
 from gradweave._runtime.deferred.pending_state import PendingState
-from gradweave._runtime.module_hook import ModuleHook
-from gradweave.errors import GradweaveError
-from gradweave.fusion.compiled_callees import weights_handed_out
-from gradweave.fusion.grad_norm import NormTracker
-from gradweave.fusion.optimizer_step import (
-    PartialStepper,
-    begins_whole,
-    can_be_frozen,
-    no_autocast,
-    step_of,
-    with_default_type,
-)
-from gradweave.fusion.step_hooks import HiddenParams
-from gradweave.fusion.training_thread import TrainingThread
-from gradweave.fusion.unseen_readers import (
+from gradweave._runtime.deferred.training_thread import TrainingThread
+from gradweave._runtime.deferred.unseen_readers import (
     COMPILED,
     TRACED,
     Ownership,
@@ -70,7 +58,19 @@ from gradweave.fusion.unseen_readers import (
     weights_looked_at,
     why_never,
 )
-from gradweave.fusion.update import Update, await_late, restrict
+from gradweave._runtime.deferred.update import Update, await_late, restrict
+from gradweave._runtime.module_hook import ModuleHook
+from gradweave._runtime.optimizer_steps.hooks import HiddenParams
+from gradweave._runtime.optimizer_steps.partial import (
+    PartialStepper,
+    begins_whole,
+    can_be_frozen,
+    no_autocast,
+    step_of,
+    with_default_type,
+)
+from gradweave.errors import GradweaveError
+from gradweave.fusion.grad_norm import NormTracker
 
 _MOST_BUCKETS = 3
 """On a GPU: the updates are launched one after the other anyway, and each launch costs the host."""

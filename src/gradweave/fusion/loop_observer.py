@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from gradweave._compat.eager import are_kept, map_nested, metadata_guard, no_torch_function
 from gradweave._runtime.deferred.arguments import METADATA
-from gradweave.fusion.optimizer_step import FrozenStep
+from gradweave._runtime.optimizer_steps.partial import FrozenStep
 
 
 class _ObservedGradient(torch.Tensor):

@@ -26,6 +26,7 @@ from gradweave._runtime.claims import Technique, claim_model, is_claimed
 from gradweave._runtime.composition import refuse_conflicts
 from gradweave._runtime.fused_updates import is_deferred_in_graph, updated_in_backward, updated_in_forward
 from gradweave._runtime.module_hook import ModuleHook
+from gradweave._runtime.optimizer_steps.hooks import stack_depth
 from gradweave._runtime.requirements import (
     refuse_compiled,
     refuse_copies,
@@ -34,7 +35,6 @@ from gradweave._runtime.requirements import (
     require_one_device,
 )
 from gradweave.errors import ArgumentError, UnsupportedError
-from gradweave.fusion.step_hooks import stack_depth
 from gradweave.reordering.auto import Trial, predicted
 from gradweave.reordering.cross_step import Crossing, Weights
 from gradweave.reordering.executor import Planned, crossing_in, turns_of

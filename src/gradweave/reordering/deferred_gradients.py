@@ -9,8 +9,8 @@ import torch
 
 from gradweave._compat.eager import will_be_accumulated
 from gradweave._runtime.deferred.late import LateGradient
+from gradweave._runtime.optimizer_steps.partial import no_autocast
 from gradweave.errors import GradweaveError
-from gradweave.fusion.optimizer_step import no_autocast
 from gradweave.reordering.gradient_node import sum_of
 from gradweave.reordering.queue import Gradients, Task, WeightGradientQueue
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradweave._runtime.optimizer_steps.hooks import StepHooks
 from gradweave.errors import GradweaveError
-from gradweave.fusion.step_hooks import StepHooks
 from gradweave.parallel.data_parallel.deferred_updates import AveragedUpdates
 from gradweave.parallel.data_parallel.reducer import Reducer
 

@@ -20,11 +20,11 @@ from gradweave._logging import announce
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.buckets import message_params
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
+from gradweave._runtime.optimizer_steps.hooks import StepHooks
 from gradweave._runtime.peers.lockstep import Changes
 from gradweave._runtime.replicas import Lookout, agree, settings_of
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.errors import ArgumentError, GradweaveError, LostPeerError
-from gradweave.fusion.step_hooks import StepHooks
 from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, Choice
 from gradweave.parallel.data_parallel.buffers import BufferSharing
 from gradweave.parallel.data_parallel.checks import check, describe_model, refuse_averager, share_state

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gradweave._runtime.claims import Technique
 from gradweave._runtime.composition import refuse_conflicts
+from gradweave._runtime.optimizer_steps.independence import check_independent
 from gradweave._runtime.replicas import Averager, ReplicaError
 from gradweave._runtime.requirements import (
     refuse_compiled,
@@ -22,7 +23,6 @@ from gradweave._runtime.requirements import (
     require_shapes,
 )
 from gradweave.errors import ArgumentError, UnsupportedError
-from gradweave.fusion.independence import check_independent
 
 
 def check(model: nn.Module, optimizer: Optimizer) -> None:

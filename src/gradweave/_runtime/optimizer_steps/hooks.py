@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from gradweave._compat.dynamo import outside_of_graphs
 from gradweave._compat.eager import own_step, put_first_behind_step, step_pre_hooks
-from gradweave.fusion.code_reach import is_torchs
-from gradweave.fusion.optimizer_step import begins_whole
+from gradweave._runtime.optimizer_steps.code_reach import is_torchs
+from gradweave._runtime.optimizer_steps.partial import begins_whole
 
 
 class HiddenParams:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn, optim
 
+from _runtime.optimizer_steps.test_independence import Simple
 from fusion.loops import adamw, assert_same, batches, loss_of, make_net
-from fusion.test_independence import Simple
+from gradweave._runtime.optimizer_steps.code_reach import find_reach, is_torchs
 from gradweave.errors import ArgumentError
 from gradweave.fusion import fuse
-from gradweave.fusion.code_reach import find_reach, is_torchs
 
 GENERATOR = torch.Generator()
 SETTINGS = {"scale": 0.5}

@@ -15,10 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.eager import flat_leaves, memory_of, own_step
-from gradweave.errors import ArgumentError
-from gradweave.fusion.code_reach import find_reach, is_torchs
-from gradweave.fusion.influence import find_influence
-from gradweave.fusion.optimizer_step import (
+from gradweave._runtime.optimizer_steps.code_reach import find_reach, is_torchs
+from gradweave._runtime.optimizer_steps.influence import find_influence
+from gradweave._runtime.optimizer_steps.partial import (
     PartialStepper,
     attributes_of,
     cannot_change,
@@ -26,6 +25,7 @@ from gradweave.fusion.optimizer_step import (
     is_data,
     own_numbers,
 )
+from gradweave.errors import ArgumentError
 
 _SIDE = 2
 _OF_A_KIND = 4

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave.fusion.code_reach import content_of, is_trusted, nested_code
+from gradweave._runtime.optimizer_steps.code_reach import content_of, is_trusted, nested_code
 
 
 def weights_handed_out(module: nn.Module) -> list[nn.Parameter]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from gradweave.fusion.optimizer_step import cannot_change, class_numbers, is_data
+from gradweave._runtime.optimizer_steps.partial import cannot_change, class_numbers, is_data
 
 _TRUSTED = frozenset(
     (

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.eager import DispatchMode, flat_leaves, memory_of, own_step
-from gradweave.fusion.optimizer_step import copy_attributes
+from gradweave._runtime.optimizer_steps.partial import copy_attributes
 
 _LARGEST_TRIED = 16 * 2**20
 """Bytes of parameters up to which a step is tried in memory where it cannot be followed without."""

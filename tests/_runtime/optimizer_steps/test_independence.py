@@ -7,9 +7,9 @@ import torch
 from torch import optim
 
 from fusion.loops import announce_again, assert_same, batches, loss_of, make_net
+from gradweave._runtime.optimizer_steps.independence import check_independent
 from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.fusion import fuse
-from gradweave.fusion.independence import check_independent
 
 
 class Simple(optim.Optimizer):

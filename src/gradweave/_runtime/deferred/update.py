@@ -10,7 +10,7 @@ from torch import nn
 
 from gradweave._runtime.buckets import Bucket
 from gradweave._runtime.deferred.late import LateGradient
-from gradweave.fusion.optimizer_step import BegunStep, FrozenStep
+from gradweave._runtime.optimizer_steps.partial import BegunStep, FrozenStep
 
 
 @dataclass
