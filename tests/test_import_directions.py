@@ -55,7 +55,6 @@ _SCHEMAS = "schemas of operators tell which arguments they write to"
 PRIVATE_TORCH = {
     ("_runtime.backward", "_version"): _VERSIONS,
     ("_runtime.deferred.forbidden", "_foreach_zero_"): "an operator that a stand-in gradient lets through",
-    ("compiler.shared_state", "_version"): _VERSIONS,
     ("compiler.tensor_forms", "_local_scalar_dense"): "the operator behind item()",
     ("fusion.backward", "_version"): _VERSIONS,
     ("_runtime.optimizer_steps.influence", "_schema"): _SCHEMAS,

@@ -454,7 +454,17 @@ def left_behind(model, optimizer):
 
 
 @pytest.mark.parametrize(
-    "part", ["check_options", "check_step", "check_loss_fn", "SharedState", "EagerSteps", "_Job", "dynamo_compile"]
+    "part",
+    [
+        "check_options",
+        "check_step",
+        "check_loss_fn",
+        "StepState",
+        "EagerFallback",
+        "_Parts",
+        "_CapturedParts",
+        "dynamo_compile",
+    ],
 )
 def test_a_compile_that_fails_leaves_nothing_behind(part, monkeypatch):
     def broken(*_, **__):

@@ -420,4 +420,4 @@ def test_stock_optimizers_cost_nothing_to_look_at():
     for optimizer in (optim.SGD(model.parameters()), adamw(model.parameters()), gradweave.EvaS(model)):
         reads = OptimizerReads(optimizer)
         optimizer.anything = 1
-        assert reads.same()
+        assert reads.unchanged()

@@ -4,7 +4,6 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 from gradweave.compiler.optimizer_inputs import OptimizerInputs
-from gradweave.compiler.program import traced_tasks
 from gradweave.compiler.trace import Clipping, Recipe, trace_step
 from gradweave.schedule.tasks import Kind
 from gradweave.step_graph.objective import Objective
@@ -36,7 +35,7 @@ def mlp():
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0}, {"max_value": 0.1}])
 def test_products_of_an_mlp(clip):
     step = traced(mlp(), torch.randn(3, 8), torch.randn(3, 4), **clip)
-    places = traced_tasks(step, mlp_of(step)).places
+    places = step.tasks(mlp_of(step)).places
     products = [
         tuple(places[node]) for node in step.graph.graph.nodes if node.target in (aten.mm.default, aten.addmm.default)
     ]
@@ -59,7 +58,7 @@ def mlp_of(step):
 @pytest.mark.parametrize("clip", [{}, {"max_norm": 1.0}])
 def test_every_operation_has_a_task_and_every_update_its_layer(clip):
     step = traced(mlp(), torch.randn(3, 8), torch.randn(3, 4), **clip)
-    places = traced_tasks(step, mlp_of(step)).places
+    places = step.tasks(mlp_of(step)).places
     nodes = step.graph.graph.nodes
     assert set(places) == {node for node in nodes if node.op == "call_function"}
     placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -84,7 +83,7 @@ def test_tied_weights_are_one_layer_and_their_gradients_are_x_where_both_uses_wa
 
     model = Tied()
     step = traced(model, torch.randn(3, 8), torch.randn(3, 8))
-    places = traced_tasks(step, model).places
+    places = step.tasks(model).places
     assert {place.layer for place in places.values()} == {0, 1}
     products = [tuple(places[n]) for n in step.graph.graph.nodes if n.target is aten.mm.default]
     assert products[:3] == [(Kind.F, 0), (Kind.F, 1), (Kind.F, 1)]
@@ -107,7 +106,7 @@ def test_convolutions_have_both_tasks_once_they_are_split():
     split_convolution_backward(step.graph.graph)
     step.graph.recompile()
     found = [n for n in step.graph.graph.nodes if n.target is aten.convolution_backward.default]
-    places = traced_tasks(step, model).places
+    places = step.tasks(model).places
     tasks = [tuple(places[node]) for node in found]
     assert tasks == [(Kind.W, 2), (Kind.X, 2), (Kind.W, 1), (Kind.X, 1), (Kind.W, 0)]
     assert all(torch.equal(a, b) for a, b in zip(expected, taken(), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from inspect import unwrap
 from typing import Any
 
@@ -27,20 +28,20 @@ from gradweave._compat.tracing import dynamo_compile
 from gradweave._logging import announce, report
 from gradweave._runtime.claims import Technique, claim_optimizer
 from gradweave._runtime.wrapped_optimizers import without_wrapper
-from gradweave.compiler.checks import check_loss_fn, check_options, check_step
-from gradweave.compiler.eager_fallback import EagerSteps, reason_of
-from gradweave.compiler.padding import padded
+from gradweave.compiler.checks import Lowering, NewShapes, check_loss_fn, check_options, check_step
+from gradweave.compiler.eager_fallback import EagerFallback, reason_of
+from gradweave.compiler.gradients import Clipping
+from gradweave.compiler.padding import pad_batch
 from gradweave.compiler.program import Program, StepOptions
-from gradweave.compiler.shared_state import SharedState
-from gradweave.compiler.trace import Clipping
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.compiler.step_state import CallState, StepState
+from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.schedule.costs import Costs
 from gradweave.step_graph.errors import HookError, NoStateError, NotOneGraphError, RefusedError
 from gradweave.step_graph.objective import loss_and_extras, mark_loss, on_device_of
 from gradweave.step_graph.recording import Mark
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a step is called with: arguments, and those with names."""
+"""The arguments of a call of a step, by position and by name."""
 
 
 def compile(
@@ -53,11 +54,11 @@ def compile(
     scaler: GradScaler | None = None,
     memory_budget: float | None = None,
     costs: Costs | None = None,
-    lower: str = "inductor",
-    new_shapes: str = "compile",
+    lower: Lowering = "inductor",
+    new_shapes: NewShapes = "compile",
     variants: int = 8,
 ) -> Step:
-    """Makes one graph of a whole training step: forward, backward, clipping and update.
+    """Make one graph of a whole training step: forward, backward, clipping and update.
 
     ``loss = step(*batch)`` then does what these lines did::
 
@@ -67,33 +68,33 @@ def compile(
         optimizer.step()
         optimizer.zero_grad()
 
-    The model, the optimizer and schedulers on it are used as ever: weights and state are current
-    between steps, changes to them and to hyperparameters take effect in the next. The first step
-    runs eagerly and creates the optimizer's state.
+    The model, the optimizer and schedulers on it are used as usual: weights and state are current between steps, and
+    changes to them and to hyperparameters take effect in the next one. The first step runs eagerly and creates the
+    optimizer's state.
 
     Args:
-        model: Any model; what ``torch.compile(fullgraph=True)`` does not take runs eagerly.
-        loss_fn: Called as ``loss_fn(model, *batch)``; returns the loss, or a tuple of the loss and
-            anything else that the step is to return with it.
-        optimizer: Whose step is tensor code, as that of nearly all of ``torch.optim`` is; what cannot be traced
-            runs eagerly.
-        max_grad_norm: Clip gradients to this common norm; :attr:`Step.grad_norm` has what it was.
-        max_grad_value: Clip each element of a gradient to this value.
-        scaler: Scales the loss and leaves updates out whose gradients are not finite, inside the
-            graph; its ``step()`` and ``update()`` are not to be called.
-        memory_budget: Share of the activations that may be kept for backward, 0 to 1; the others are
-            computed anew there. 1, and None, is what ``torch.compile`` does; with ``lower="replay"``,
-            None keeps all but those of ``torch.utils.checkpoint``.
-        costs: As :func:`gradweave.profile.measure_costs` gives them. Weight gradients and updates of the upper layers
-            then run on a second stream, beside the backward of the lower ones, where a schedule planned from the
-            costs says that it pays; not with clipping by norm, which needs all gradients first.
-        lower: ``"inductor"`` compiles the graph and, on a GPU, replays it as one CUDA graph;
-            ``"replay"`` runs the traced operations as they are, bit for bit the eager step.
-        new_shapes: What a batch of another shape means, such as a short last one: ``"compile"``
-            makes one more graph, ``"eager"`` runs that step without one, ``"pad"`` fills it up to
-            the first shape, floats with 0 and targets of ``cross_entropy`` with what that leaves out;
-            a batch with other integers, such as token ids, runs eagerly.
-        variants: How many graphs to keep, for shapes of batches and modes of the model; what needs one more
+        model: Any model; one that ``torch.compile(fullgraph=True)`` does not take runs eagerly.
+        loss_fn: Called as ``loss_fn(model, *batch)``; returns the loss, or a tuple of the loss and anything else that
+            the step is to return with it.
+        optimizer: Any optimizer; one whose step is no tensor code, as that of nearly all of ``torch.optim`` is, runs
+            eagerly.
+        max_grad_norm: Clips gradients to this common norm; :attr:`Step.grad_norm` is the norm before.
+        max_grad_value: Clips each element of a gradient to this value.
+        scaler: Scales the loss and skips updates whose gradients are not finite, inside the graph; do not call its
+            ``step()`` and ``update()``.
+        memory_budget: Share of the activations that may be kept for backward, 0 to 1; the others are recomputed there.
+            1, and None, is what ``torch.compile`` does; with ``lower="replay"``, None keeps all but those of
+            ``torch.utils.checkpoint``.
+        costs: Of :func:`gradweave.profile.measure_costs`. Weight gradients and updates of the upper layers then run on
+            a second stream, beside the backward of the lower ones, where a schedule planned from the costs says that it
+            pays; not with clipping by norm, which needs all gradients first.
+        lower: ``"inductor"`` compiles the graph and, on a GPU, replays it as one CUDA graph; ``"replay"`` runs the
+            traced operations as they are, bit for bit the eager step.
+        new_shapes: Treatment of a batch of another shape, such as a short last one: ``"compile"`` makes one more graph,
+            ``"eager"`` runs that step without one, ``"pad"`` pads it to the first shape, floats with 0 and targets of
+            ``cross_entropy`` with the index that it ignores; a batch with other integers, such as token ids, runs
+            eagerly.
+        variants: Number of graphs to keep, for shapes of batches and modes of the model; a step that needs one more
             runs eagerly.
 
     Returns:
@@ -116,8 +117,9 @@ def compile(
     if scaler is not None and not scaler.is_enabled():
         scaler = None
     if scaler is not None and getattr(optimizer, "needs_loss_scale", False):
-        raise ArgumentError(
-            "scaler", "GradScaler", f"would scale what {type(optimizer).__name__} measures in backward; use bfloat16"
+        name = type(optimizer).__name__
+        raise UnsupportedError(
+            f"a GradScaler with {name}", f"it would scale what {name} measures in backward", "use bfloat16"
         )
     options = StepOptions(
         clipping, lower, scaler, memory_budget, costs, capture=True, report=lambda doing: report(f"compile: {doing}")
@@ -126,7 +128,13 @@ def compile(
 
 
 class Step:
-    """What :func:`compile` returns: called with a batch, it takes a training step."""
+    """A compiled training step, as :func:`compile` returns it; call it with a batch.
+
+    A call takes one of three ways: eagerly, while parameters have no optimizer state yet; eagerly, if something is in
+    the way of a graph, now or since the last try (:class:`EagerFallback`); as one graph, whose progress through the
+    call is a :class:`CallState`. A graph is made within the call that needs it: Dynamo captures the objective, or finds
+    what it has captured for these shapes, and the captured :class:`Program` traces and lowers the rest.
+    """
 
     def __init__(
         self,
@@ -135,36 +143,37 @@ class Step:
         optimizer: Optimizer,
         options: StepOptions,
         *,
-        new_shapes: str,
+        new_shapes: NewShapes,
         variants: int,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self._shared = SharedState(optimizer)
-        job = _Job(model, loss_fn, optimizer, self._shared, options)
-        self._eager = _objective(job)
+        self._state = StepState(optimizer)
+        parts = _Parts(model, loss_fn, optimizer, self._state, options)
+        captured = _CapturedParts(parts)
+        self._eager_objective = _objective(captured)
         self._options = options
         self._new_shapes = new_shapes
         self._variants = variants
         self._first_shapes: Any = None
-        self._stepped: set[int] = set()
-        self._eager_steps = EagerSteps(variants)
+        self._updated: set[int] = set()
+        self._fallback = EagerFallback(variants)
         self._eager_reason: str | None = None
         self._known_step: Any = None
-        self._forwards = job.forwards
+        self._forwards = parts.forwards
         self._objective, self._forget = dynamo_compile(
-            _objective(job), job.add_program, variants, exact=options.lower == "replay"
+            _objective(captured), captured.add_program, variants, exact=options.lower == "replay"
         )
-        weakref.finalize(self, job.close, self._forget)
+        weakref.finalize(self, captured.close, self._forget)
         self._claims = ExitStack()
         claim_optimizer(optimizer, Technique.COMPILE, self, self._claims)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """Takes a step, as one graph where that can be, and otherwise eagerly, with one warning.
+        """Take a step, as one graph if possible, and otherwise eagerly, with one warning.
 
         Args:
-            batch: What ``loss_fn`` is called with after the model.
-            named: The same, by name.
+            batch: Arguments of ``loss_fn`` after the model.
+            named: Arguments of ``loss_fn`` by name.
 
         Returns:
             The loss, or the loss and what ``loss_fn`` returned with it; the tensors are the caller's.
@@ -175,81 +184,84 @@ class Step:
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         leaves = flat_leaves(given)
         shapes = _shapes(leaves)
-        if not self._stepped.issuperset(map(id, params)):
+        if not self._updated.issuperset(map(id, params)):
             return self._first_step(given, params, shapes)
-        reason = self._in_the_way(leaves)
-        if reason is not None:
-            return self._without_graph(reason, given, params)
+        obstacle = self._obstacle(leaves)
+        if obstacle is not None:
+            return self._step_without_graph(obstacle, given, params)
         if self._new_shapes == "eager" and shapes != self._first_shapes:
             announce(f"compile: a batch of shapes {shapes} runs eagerly")
-            return self._stock_step(given, params)
-        fillings = self._shared.fillings  # known of a graph, so the first one is made without padding
-        if self._new_shapes == "pad" and shapes != self._first_shapes and fillings is not None:
+            return self._eager_step(given, params)
+        values = self._state.padding_values  # known once there is a graph, so the first one is made without padding
+        if self._new_shapes == "pad" and shapes != self._first_shapes and values is not None:
             try:
-                given = padded(given, leaves, self._first_shapes, fillings)
+                given = pad_batch(given, leaves, self._first_shapes, values)
             except NotOneGraphError as error:
-                return self._without_graph(str(error), given, params)
+                return self._step_without_graph(str(error), given, params)
             announce(f"compile: a batch of shapes {shapes} is padded to {self._first_shapes}")
             leaves, shapes = flat_leaves(given), self._first_shapes
-        return self._compiled_step(given, leaves, params, shapes)
+        return self._graph_step(given, leaves, params, shapes)
 
     def _first_step(self, given: Batch, params: Sequence[nn.Parameter], shapes: Any) -> Any:
-        """The step in which an optimizer makes the state of its parameters."""
-        if not self._stepped:
+        """Take a step eagerly, in which the optimizer creates the state of its parameters."""
+        if not self._updated:
             announce("compile: the first step runs eagerly; it creates the optimizer's state")
-        result = self._stock_step(given, params)
+        result = self._eager_step(given, params)
         if self._first_shapes is None:
             self._first_shapes = shapes
         return result
 
-    def _compiled_step(
+    def _graph_step(
         self, given: Batch, leaves: Sequence[Any], params: Sequence[nn.Parameter], shapes: Sequence[Any]
     ) -> Any:
+        """Take a step as one graph; eagerly if there can be none."""
+        state = self._state
         kind = (shapes, self.model.training)
-        if self._shared.mark is None and self._eager_steps.is_due(kind):
-            return self._stock_step(given, params)
-        if any(kind_of.forward is not forward for kind_of, forward in self._forwards.items()):
-            self._forget()  # a class was patched, which Dynamo does not look for in torch's own
+        if state.mark is None and self._fallback.count_down(kind):
+            return self._eager_step(given, params)
+        # Dynamo guards the forwards of a user's classes, but not of torch's own: one that was patched would go unseen.
+        if any(module_class.forward is not forward for module_class, forward in self._forwards.items()):
+            self._forget()
             self._forwards.clear()
         arguments, named = given
-        self._shared.begun, self._shared.batch = False, leaves
+        state.call, state.batch = CallState.PENDING, leaves
         try:
-            loss, more = self._objective(*arguments, **named)
+            loss, extras = self._objective(*arguments, **named)
         except NoStateError:
-            return self._stock_step(given, params)
-        except (ArgumentError, RefusedError, torch.OutOfMemoryError):
+            return self._eager_step(given, params)
+        except (ArgumentError, UnsupportedError, RefusedError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # whatever torch's compilers raise
-            if self._shared.begun:
+        except Exception as error:  # any, of torch's compilers
+            if state.call is not CallState.PENDING:
                 raise
-            if self._shared.mark is not None:
+            if state.mark is not None:
                 raise GradweaveError(
                     f"a step that is recorded must be a graph: {reason_of(error, self._variants)}"
                 ) from error
             if not isinstance(error, HookError):
-                self._eager_steps.failed(kind)
-            return self._without_graph(reason_of(error, self._variants), given, params)
+                self._fallback.note_failure(kind)
+            return self._step_without_graph(reason_of(error, self._variants), given, params)
         finally:
-            self._shared.batch = ()
-        if not self._shared.begun:  # Dynamo is switched off
-            return self._from_loss(loss, more, params)
-        self._eager_steps.worked(kind)
+            state.batch = ()
+        if state.call is CallState.PENDING:  # Dynamo is switched off, and Python has run the objective
+            return self._eager_step_from(loss, extras, params)
+        self._fallback.note_success(kind)
         self._eager_reason = None
-        if self._shared.finish_eagerly:
-            self._stock_update(params)
-        elif self._shared.update:
+        if state.call is CallState.UPDATE_LEFT:
+            self._eager_update(params)
+        elif state.call is CallState.UPDATED:
             mark_stepped(self.optimizer)
-        return loss if more is None else (loss, more)
+        return loss if extras is None else (loss, extras)
 
-    def _without_graph(self, reason: str, given: Batch, params: Sequence[nn.Parameter]) -> Any:
-        """Takes a step eagerly and tells the user why, unless it fails by itself."""
-        result = self._stock_step(given, params)
-        self._eager_steps.warn(reason)
+    def _step_without_graph(self, reason: str, given: Batch, params: Sequence[nn.Parameter]) -> Any:
+        """Take a step eagerly and then tell the user why, so that an error of the step itself comes first."""
+        result = self._eager_step(given, params)
+        self._fallback.warn(reason)
         self._eager_reason = reason
         return result
 
-    def _in_the_way(self, leaves: Sequence[Any]) -> str | None:
-        """What is to be called in a step, or to see it, and would not be by a graph; None if there is nothing."""
+    def _obstacle(self, leaves: Sequence[Any]) -> str | None:
+        """Return the reason why a graph would do something else than an eager step; None if there is none."""
         if any(map(_wants_gradient, leaves)):
             return "a tensor of the batch requires a gradient"
         if step_pre_hooks(self.optimizer):
@@ -260,6 +272,7 @@ class Step:
             return "there are hooks on what autograd saves"
         step = vars(self.optimizer).get("step")
         if step is not None and step is not self._known_step:
+            # Schedulers replace step() by a wrapper of it, which is no obstacle.
             if unwrap(step) is not unwrap(type(self.optimizer).step):
                 return "the optimizer's step() was replaced"
             self._known_step = step
@@ -267,7 +280,7 @@ class Step:
 
     @property
     def eager_reason(self) -> str | None:
-        """Why the last step that could be no graph could be none; None if a graph was run since."""
+        """The reason why the last step that could not be a graph could not; None if a graph has run since."""
         return self._eager_reason
 
     def __deepcopy__(self, _: Any) -> Step:
@@ -278,45 +291,44 @@ class Step:
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
-        """Steps inside only sum up gradients, in ``.grad``: for all micro-batches of a step but the last."""
-        before, self._shared.update = self._shared.update, False
+        """Return a context in which steps only add up gradients, in ``.grad``: for all micro-batches but the last."""
+        before, self._state.update = self._state.update, False
         try:
             yield
         finally:
-            self._shared.update = before
+            self._state.update = before
 
     def record(self, mark: Mark | None) -> None:
-        """Lets steps run one operation at a time, each task of a layer in a context of its own.
+        """Let steps run one operation at a time, each task of a layer in a context of its own.
 
         These are training steps like the others, only slower: for profiles and pictures.
 
         Args:
             mark: Called with the kind of task and the layer; None to go back to compiled steps.
         """
-        self._shared.mark = mark
+        self._state.mark = mark
 
     @property
     def recorded_layers(self) -> tuple[str, ...]:
-        """The names of the modules that the last recorded step had as its layers, by their number."""
-        return self._shared.layers
+        """The names of the modules that are the layers of the last recorded step, by their number."""
+        return self._state.layers
 
     @property
     def grad_norm(self) -> torch.Tensor:
         """The norm of all gradients of the last step, before it was clipped."""
-        if self._shared.norm is None:
+        if self._state.norm is None:
             raise GradweaveError("no norm was computed: give max_grad_norm to compile(), and take a step")
-        return self._shared.norm
+        return self._state.norm
 
-    def _stock_step(self, given: Batch, params: Sequence[nn.Parameter]) -> Any:
-        """The eager step."""
+    def _eager_step(self, given: Batch, params: Sequence[nn.Parameter]) -> Any:
         arguments, named = given
-        return self._from_loss(*self._eager(*arguments, **named), params)
+        return self._eager_step_from(*self._eager_objective(*arguments, **named), params)
 
-    def _from_loss(self, loss: torch.Tensor, more: Any, params: Sequence[nn.Parameter]) -> Any:
-        """What the eager step does after the forward; parameters that the optimizer does not have get no gradient."""
+    def _eager_step_from(self, loss: torch.Tensor, extras: Any, params: Sequence[nn.Parameter]) -> Any:
+        """Finish an eager step after forward; only the optimizer's parameters get a gradient, as in a graph."""
         scaler = self._options.scaler
         own = set(map(id, params))
-        # Also those of other models that loss_fn calls: a graph would leave them alone.
+        # Parameters behind the loss are also those of other models that loss_fn calls.
         found = [*self.model.parameters(), *parameters_behind(loss)]
         others = {p: p.grad for p in found if p.requires_grad and id(p) not in own}
         for p in others:
@@ -326,23 +338,24 @@ class Step:
         finally:
             for p, grad in others.items():
                 p.grad = grad
-        detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, more)
-        result = loss.detach() if more is None else (loss.detach(), detached)
-        if self._shared.update:
-            self._stock_update(params)
+        detached = map_nested(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, extras)
+        result = loss.detach() if extras is None else (loss.detach(), detached)
+        if self._state.update:
+            self._eager_update(params)
         return result
 
-    def _stock_update(self, params: Sequence[nn.Parameter]) -> None:
-        """Clips and updates with the gradients that are there."""
+    def _eager_update(self, params: Sequence[nn.Parameter]) -> None:
+        """Clip the gradients that are there, and update."""
         scaler = self._options.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         clipping = self._options.clipping
         if clipping.max_norm is not None:
-            self._shared.norm = nn.utils.clip_grad_norm_(params, clipping.max_norm)
+            self._state.norm = nn.utils.clip_grad_norm_(params, clipping.max_norm)
         if clipping.max_value is not None:
             nn.utils.clip_grad_value_(params, clipping.max_value)
-        stepped = self.optimizer.register_step_post_hook(lambda *_: self._stepped.update(map(id, params)))
+        # A scaler skips the optimizer's step if a gradient is not finite: only a hook knows whether state was created.
+        hook = self.optimizer.register_step_post_hook(lambda *_: self._updated.update(map(id, params)))
         try:
             if scaler is None:
                 self.optimizer.step()
@@ -350,7 +363,7 @@ class Step:
                 scaler.step(self.optimizer)
                 scaler.update()
         finally:
-            stepped.remove()
+            hook.remove()
         self.optimizer.zero_grad()
 
 
@@ -359,49 +372,68 @@ def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _wants_gradient(value: Any) -> bool:
-    """Whether something in a batch gets a gradient of its own, or hands it on; weights in a batch are weights."""
+    """Return whether a value in a batch needs a gradient, or passes one on; weights in a batch are weights."""
     return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
 
 
-class _Job:
-    """What Dynamo gets to see of a step; it keeps that for good, so it can be emptied."""
+@dataclass
+class _Parts:
+    """What a step is made of.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any],
-        optimizer: Optimizer,
-        shared: SharedState,
-        options: StepOptions,
-    ) -> None:
-        self.model = model
-        self.loss_fn = loss_fn
-        self.optimizer = optimizer
-        self.shared = shared
-        self.options = options
-        self.programs: list[Program] = []
-        self.forwards: dict[type[nn.Module], Any] = {}
+    Attributes:
+        programs: The graphs that Dynamo has captured.
+        forwards: The forward of each class of module, as it was when the last graph was captured.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: Optimizer
+    state: StepState
+    options: StepOptions
+    programs: list[Program] = field(default_factory=list)
+    forwards: dict[type[nn.Module], Any] = field(default_factory=dict)
+
+
+class _CapturedParts:
+    """The only reference that captured code has to a step's parts.
+
+    Dynamo keeps captured code, and all that it refers to, for as long as the process lives. So the parts hang on a
+    reference that is dropped when the step is gone.
+    """
+
+    def __init__(self, parts: _Parts) -> None:
+        self.parts: _Parts | None = parts
+
+    def open(self) -> _Parts:
+        """Return the parts."""
+        if self.parts is None:
+            raise GradweaveError("the step is gone; compile() the model again")
+        return self.parts
 
     def add_program(self, forward: GraphModule, _: Any) -> Callable[..., list[Any]]:
-        """The backend that Dynamo calls."""
-        self.forwards.update({type(module): type(module).forward for module in self.model.modules()})
-        program = Program(forward, self.model, self.optimizer, self.shared, self.options)
-        self.programs.append(program)
-        return program.run
+        """Return what runs a captured forward; Dynamo's backend."""
+        parts = self.open()
+        parts.forwards.update({type(module): type(module).forward for module in parts.model.modules()})
+        number = len(parts.programs)
+        parts.programs.append(Program(forward, parts.model, parts.optimizer, parts.state, parts.options))
+
+        def run(*inputs: Any) -> list[Any]:
+            return self.open().programs[number].run(*inputs)
+
+        return run
 
     def close(self, forget: Callable[[], None]) -> None:
-        """Lets go of the model and all that was compiled for it."""
+        """Drop the parts, and free what Dynamo has compiled."""
         forget()
-        for program in self.programs:
-            program.close()
-        self.__dict__.clear()
+        self.parts = None
 
 
-def _objective(job: _Job) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """The function that is captured; the operation that gives the loss is marked."""
+def _objective(captured: _CapturedParts) -> Callable[..., tuple[torch.Tensor, Any]]:
+    """Return the function that is captured; its loss is marked."""
 
     def objective(*batch: Any, **named: Any) -> tuple[torch.Tensor, Any]:
-        loss, more = loss_and_extras(job.loss_fn(job.model, *batch, **named))
-        return mark_loss(loss), more
+        parts: Any = captured.parts
+        loss, extras = loss_and_extras(parts.loss_fn(parts.model, *batch, **named))
+        return mark_loss(loss), extras
 
     return objective

@@ -1,11 +1,11 @@
-"""What ``compile()`` refuses at once, with the reason."""
+"""Arguments that ``compile()`` refuses at once, with the reason."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -25,8 +25,10 @@ from gradweave._runtime.requirements import (
 from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.schedule.costs import Costs
 
-LOWERINGS = ("inductor", "replay")
-NEW_SHAPES = ("compile", "pad", "eager")
+Lowering = Literal["inductor", "replay"]
+"""How a traced step is made to run."""
+NewShapes = Literal["compile", "pad", "eager"]
+"""How a batch of another shape than the first one is treated."""
 
 
 def check_options(
@@ -40,11 +42,11 @@ def check_options(
     new_shapes: Any,
     variants: Any,
 ) -> None:
-    """Refuses options that mean nothing, or not together."""
-    if lower not in LOWERINGS:
-        raise ArgumentError("lower", lower, f"use one of {', '.join(LOWERINGS)}")
-    if new_shapes not in NEW_SHAPES:
-        raise ArgumentError("new_shapes", new_shapes, f"use one of {', '.join(NEW_SHAPES)}")
+    """Raise ArgumentError for options that mean nothing, by themselves or together."""
+    if lower not in get_args(Lowering):
+        raise ArgumentError("lower", lower, f"use one of {', '.join(get_args(Lowering))}")
+    if new_shapes not in get_args(NewShapes):
+        raise ArgumentError("new_shapes", new_shapes, f"use one of {', '.join(get_args(NewShapes))}")
     if memory_budget is not None and not (_is_number(memory_budget) and 0 <= memory_budget <= 1):
         raise ArgumentError("memory_budget", memory_budget, "give a share from 0 to 1, or None")
     if costs is not None and not isinstance(costs, Costs):
@@ -63,7 +65,7 @@ def check_options(
 
 
 def check_loss_fn(loss_fn: Callable[..., Any]) -> None:
-    """Refuses what cannot be called with a model and a batch."""
+    """Raise ArgumentError for what cannot be called with a model and a batch."""
     example = "give a function such as lambda model, x, y: cross_entropy(model(x), y)"
     criterion = isinstance(loss_fn, CriterionModule) or (
         inspect.isfunction(loss_fn) and loss_fn.__module__ == nn.functional.__name__
@@ -77,7 +79,7 @@ def check_loss_fn(loss_fn: Callable[..., Any]) -> None:
         inspect.signature(loss_fn).bind_partial(None)
     except TypeError as error:
         raise ArgumentError("loss_fn", name, f"takes no model; {example}") from error
-    except ValueError:  # of code that is not Python
+    except ValueError:  # a callable that is not Python code has no signature
         return
 
 

@@ -1,4 +1,4 @@
-"""Steps that cannot be one graph: which are taken eagerly, and when a graph is tried again."""
+"""Steps that are taken eagerly because they cannot be one graph, and when a graph is tried again."""
 
 from __future__ import annotations
 
@@ -10,64 +10,69 @@ from dataclasses import dataclass
 from gradweave._compat.tracing import DynamoError, TooManyVariantsError
 from gradweave._logging import announce
 
-_PLACE = re.compile(r'File "[^"]+", line \d+')
+_LOCATION = re.compile(r'File "[^"]+", line \d+')
 
 
 @dataclass
 class _Failures:
-    """Of one kind of batch: how many there were, and for how many steps it is not tried again."""
+    """Failures to make a graph for one kind of batch.
+
+    Attributes:
+        count: How many there were.
+        steps_left: Steps that are taken eagerly before a graph is tried again.
+    """
 
     count: int = 0
-    left_out: int = 0
+    steps_left: int = 0
 
 
-class EagerSteps:
-    """What is known of batches for which no graph could be made.
+class EagerFallback:
+    """Kinds of batches for which no graph could be made.
 
-    A graph is tried again after 2, 4, 8, ... steps of the kind, as what was in the way may be gone; so the time that
-    is lost in trying is that of a few steps, however long the training.
+    A graph is tried again after 2, 4, 8, ... steps of the kind, because the obstacle may be gone: the time lost in
+    trying is that of a few steps, however long the training.
 
     Args:
-        variants: How many kinds of batches are told apart; all others count as one.
+        variants: Number of kinds that are told apart; all others count as one.
     """
 
     def __init__(self, variants: int) -> None:
         self._variants = variants
         self._failures: dict[Hashable, _Failures] = {}
-        self._worked: set[Hashable] = set()
-        self._warned = False
+        self._succeeded: set[Hashable] = set()
+        self._has_warned = False
 
-    def is_due(self, kind: Hashable) -> bool:
-        """Whether a step of this kind is to be taken eagerly without another try."""
+    def count_down(self, kind: Hashable) -> bool:
+        """Return whether a step of this kind is to be taken eagerly, without another try, and count it."""
         if not self._failures:
             return False
         failures = self._failures_of(kind)
-        if failures is None or failures.left_out == 0:
+        if failures is None or failures.steps_left == 0:
             return False
-        failures.left_out -= 1
+        failures.steps_left -= 1
         return True
 
-    def worked(self, kind: Hashable) -> None:
-        """To be called when a step of this kind was taken as a graph."""
-        self._worked.add(kind)
+    def note_success(self, kind: Hashable) -> None:
+        """Note that a step of this kind was taken as a graph."""
+        self._succeeded.add(kind)
 
-    def failed(self, kind: Hashable) -> None:
-        """To be called when no graph could be made for a step of this kind."""
+    def note_failure(self, kind: Hashable) -> None:
+        """Note that no graph could be made for a step of this kind."""
         failures = self._failures_of(kind)
         if failures is None:
             failures = self._failures[kind] = _Failures()
         failures.count += 1
-        failures.left_out = 2**failures.count
+        failures.steps_left = 2**failures.count
 
     def warn(self, reason: str) -> None:
-        """Tells the user of the first step that is taken eagerly."""
-        if not self._warned:
-            self._warned = True
+        """Tell the user of the first step that is taken eagerly."""
+        if not self._has_warned:
+            self._has_warned = True
             announce(f"compile: a step runs eagerly, in stock order: {reason}", level=logging.WARNING)
 
     def _failures_of(self, kind: Hashable) -> _Failures | None:
         known = self._failures.get(kind)
-        if known is None and kind not in self._worked and len(self._failures) >= self._variants:
+        if known is None and kind not in self._succeeded and len(self._failures) >= self._variants:
             return self._failures.setdefault(_OTHERS, _Failures())
         return known
 
@@ -76,7 +81,7 @@ _OTHERS = "others"
 
 
 def reason_of(error: Exception, variants: int) -> str:
-    """Why a step is no graph, in one line, with the file and line that it is about, and what to do."""
+    """Return why a step is no graph, in one line, with the file and line that it is about, and what to do."""
     if isinstance(error, TooManyVariantsError):
         return (
             f"variants={variants}: no more graphs are kept, and this batch, or this state of the model or of the "
@@ -84,8 +89,8 @@ def reason_of(error: Exception, variants: int) -> str:
             "changes from step to step a tensor, or give a larger variants"
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    places = _PLACE.findall(str(error))
-    where = f" ({places[-1]})" if places else ""
+    locations = _LOCATION.findall(str(error))
+    where = f" ({locations[-1]})" if locations else ""
     if isinstance(error, DynamoError):
         return f"loss_fn cannot be made one graph: {lines[0]}{where}; take that out of it to have it compiled"
     kind = "" if type(error).__module__.startswith("gradweave") else f"{type(error).__name__}: "

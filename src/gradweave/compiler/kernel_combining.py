@@ -1,8 +1,8 @@
-"""Which kernels of a compiled step to combine into one.
+"""Small kernels of a compiled step that are combined into one.
 
-A step ends in hundreds of updates of small tensors, and clipping in as many norms; with autocast it casts
-as many weights: each is a kernel that takes no longer than its launch. Those that do not depend on each
-other can be one kernel.
+A step ends in hundreds of updates of small tensors, and clipping in as many norms; with autocast it casts as many
+weights: each is a kernel that takes no longer than its launch. Those that do not depend on each other can be one
+kernel.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from gradweave._compat.tracing import elements_of, made_by_mixed_reductions, scheduled_before
 
 SMALL = 1 << 18
-"""Elements that a kernel may go over to be combined with others; larger ones fill a GPU by themselves."""
+"""Most elements of a kernel that is combined with others; larger ones fill a GPU by themselves."""
 AT_MOST = 24
-"""Kernels in one; on an H200 this was faster than 8, and combining large ones much slower than not."""
+"""Most kernels in one; on an H200 this was faster than 8, and combining large ones much slower than not."""
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -24,17 +24,17 @@ Node = TypeVar("Node", bound=Hashable)
 def groups_to_combine(
     nodes: Sequence[Node], needs: Callable[[Node], Sequence[Node]], kind: Callable[[Node], Hashable | None]
 ) -> list[list[Node]]:
-    """Groups of nodes that depend on nothing, and of others that are equally far from the end of the graph.
+    """Group nodes that are equally far from the end of the graph, and those that depend on nothing.
 
-    Of two nodes as far from the end as each other, neither depends on the other; and with all groups of
-    this kind there is still an order of execution, from the farthest to the last. From the start it would
-    be the same, but updates of different layers are equally far from the end only. What depends on nothing,
-    as casts of weights do, can come before all of it.
+    Of two nodes at the same distance from the end, neither depends on the other, and groups of them still have an order
+    of execution, from the farthest to the last. Distances from the start would do as well, but updates of different
+    layers are at the same distance from the end only. Nodes that depend on nothing, such as casts of weights, can come
+    before all others.
 
     Args:
-        nodes: All of them.
-        needs: The nodes that one depends on.
-        kind: What only nodes of one group have in common; None for a node that stays by itself.
+        nodes: All nodes.
+        needs: Returns the nodes that one depends on.
+        kind: Returns a key that all nodes of a group share; None for a node that stays by itself.
     """
     needed_by_each = {node: needs(node) for node in nodes}
     distance = dict.fromkeys(nodes, 0)
@@ -50,7 +50,7 @@ def groups_to_combine(
 
 
 def small_kernels(scheduler: Any) -> list[list[Any]]:
-    """The kernels of Inductor's scheduler to combine: small ones, on one GPU."""
+    """Return the kernels of Inductor's scheduler to combine: small ones, on one GPU."""
     unfit = made_by_mixed_reductions(scheduler)
 
     def kind(node: Any) -> Hashable | None:

@@ -1,4 +1,4 @@
-"""What an optimizer's update reads and writes besides gradients, as inputs of a graph."""
+"""The state and hyperparameters of an optimizer as inputs of a graph, and its update as tensor code on them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gradweave.compiler.snapshot import IncomparableError, snapshot
 from gradweave.step_graph.errors import NoStateError, NotOneGraphError
 
 PLAIN_FORM = {"foreach": False, "fused": False}
-"""The form that is traced: one tensor at a time; fusing them is the compiler's work."""
+"""The form of an update that is traced, one tensor at a time: fusing them is the compiler's work."""
 
 
 @dataclass(frozen=True)
 class StateSlot:
-    """A tensor of the optimizer's state: of which parameter, under which key."""
+    """The place of a tensor in the optimizer's state: number of the parameter, and key."""
 
     param: int
     key: str
@@ -33,7 +33,7 @@ class StateSlot:
 
 @dataclass(frozen=True)
 class NumberSlot:
-    """A number that may change from step to step: of which group, under which key, where in a tuple."""
+    """The place of a number that may change between steps: group, key, and position if the value is a tuple."""
 
     group: int
     key: str
@@ -41,11 +41,22 @@ class NumberSlot:
 
 
 class OptimizerInputs:
-    """The state tensors and hyperparameters that belong to some of an optimizer's parameters.
+    """The state tensors and hyperparameters of some of an optimizer's parameters.
 
-    Hyperparameters that are floats, or tuples of them, may change between steps; everything else
-    in a group (flags, counts, None) and every state value that is no tensor is part of
-    :attr:`settings`, for which a graph is made, and so is what else its step reads, :attr:`reads`.
+    Hyperparameters that are floats, or tuples of them, are inputs of a graph and may change between steps. Everything
+    else in a group (flags, counts, None), state values that are no tensors, and what the optimizer's code reads
+    besides, are constants of a graph: :meth:`fits` returns whether they are those it was made for.
+
+    Args:
+        optimizer: The optimizer.
+        params: The parameters that a step updates.
+
+    Attributes:
+        members: For each group, the numbers of its parameters among ``params``.
+        state_slots: Places of the state tensors, in the order of :meth:`state`.
+        number_slots: Places of the hyperparameters, in the order of :meth:`numbers`.
+        settings: Constants of groups and state: place, key and snapshot.
+        reads: Constants elsewhere.
     """
 
     def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -63,7 +74,7 @@ class OptimizerInputs:
                 if isinstance(value, torch.Tensor):
                     self.state_slots.append(StateSlot(index, key))
                 else:
-                    constants.append((StateSlot(index, key), key, _settled(value)))
+                    constants.append((StateSlot(index, key), key, _snapshot_or_self(value)))
         for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key == "params":
@@ -73,7 +84,7 @@ class OptimizerInputs:
                 elif isinstance(value, (tuple, list)) and value and all(map(_is_number, value)):
                     self.number_slots += [NumberSlot(number, key, position) for position in range(len(value))]
                 else:
-                    constants.append((number, key, _settled(value)))
+                    constants.append((number, key, _snapshot_or_self(value)))
         self.settings = tuple(constants)
         self.reads = OptimizerReads(optimizer)
         self._forms = list(map(_form, self.values()))
@@ -83,7 +94,7 @@ class OptimizerInputs:
         self._kinds = [_kind(tensor) for tensor in self._known]
 
     def fits(self) -> bool:
-        """Whether the optimizer still has these parameters, settings and kinds of state."""
+        """Return whether the optimizer still has these parameters, constants and kinds of state."""
         state = self.optimizer.state
         groups = self.optimizer.param_groups
         if len(groups) != len(self.members):
@@ -99,12 +110,12 @@ class OptimizerInputs:
             return False
         for place, key, value in self.settings:
             holder = state[self.params[place.param]] if isinstance(place, StateSlot) else groups[place]
-            if key not in holder or not _is_settled(holder[key], value):
+            if key not in holder or not _equals_snapshot(holder[key], value):
                 return False
-        return self._forms == list(map(_form, self.values())) and self.reads.same() and self._state_fits()
+        return self._forms == list(map(_form, self.values())) and self.reads.unchanged() and self._state_fits()
 
     def _state_fits(self) -> bool:
-        """Whether state tensors that are new are of the kind of those they replace."""
+        """Return whether new state tensors are of the kind of those they replace, and take them over."""
         slots = zip(self.state_slots, self._kinds, strict=True)
         for index, (slot, kind) in enumerate(slots):
             tensor = self.optimizer.state[self.params[slot.param]].get(slot.key)
@@ -115,28 +126,29 @@ class OptimizerInputs:
         return True
 
     def state(self) -> list[torch.Tensor]:
-        """The state tensors as they are now."""
+        """Return the current state tensors."""
         state = self.optimizer.state
         return [state[self.params[slot.param]][slot.key] for slot in self.state_slots]
 
     def numbers(self) -> tuple[float, ...]:
-        """The hyperparameters as they are now."""
+        """Return the current hyperparameters as floats."""
         return tuple(map(float, self.values()))
 
     def values(self) -> list[Any]:
-        """The same as they are kept: tensors as tensors."""
+        """Return the current hyperparameters as the optimizer has them: tensors as tensors."""
         groups, values = self.optimizer.param_groups, []
         for slot in self.number_slots:
             value = groups[slot.group][slot.key]
             value = value if slot.position is None else value[slot.position]
-            values.append(float(value) if isinstance(value, float) else value)  # NumPy's are floats, too
+            # NumPy's float64 is a float, too; a Python float is equal to it, and known to tracers.
+            values.append(float(value) if isinstance(value, float) else value)
         return values
 
     def exact_values(self) -> list[Any]:
-        """The same, for a graph that computes with them as the eager step does.
+        """Return :meth:`values` for a graph that computes with them as the eager step does.
 
         Raises:
-            NotOneGraphError: One of them has a precision of its own, which a number in a graph has not.
+            NotOneGraphError: If one has a precision of its own, such as NumPy's float32, which numbers in a graph lack.
         """
         values = self.values()
         for slot, value in zip(self.number_slots, values, strict=True):
@@ -157,13 +169,24 @@ class OptimizerInputs:
         *,
         capturable: bool,
     ) -> None:
-        """Runs the optimizer's own update on other tensors and numbers in the place of its own.
+        """Run the optimizer's own update on other tensors and numbers in the place of its own.
 
-        New values that the update puts into the state, in the place of those it was given, are
-        written to the tensors it was given.
+        New tensors that the update puts into the state are copied to the tensors given for it: a graph changes its
+        inputs in place.
+
+        Args:
+            params: In the place of the parameters.
+            grads: Of these.
+            state: In the place of :meth:`state`.
+            numbers: In the place of :meth:`values`.
+            capturable: Whether the update is to run in the form that torch has for CUDA graphs.
+
+        Raises:
+            NotOneGraphError: If the update cannot be traced, because it keeps something outside of its state.
+            NoStateError: If the optimizer has not yet created the state of a parameter.
         """
-        if self.reads.why_not is not None:
-            raise self._untraceable(self.reads.why_not)
+        if self.reads.incomparable is not None:
+            raise self._untraceable(self.reads.incomparable)
         self._check_state()
         stand_in = self._stand_in()
         attributes = own_attributes(self.optimizer)
@@ -175,6 +198,7 @@ class OptimizerInputs:
             own = self.optimizer.state.get(self.params[index], {})
             stand_in.state[p] = {key: given.get(StateSlot(index, key), value) for key, value in own.items()}
         before = [dict(group) for group in stand_in.param_groups]
+        # The optimizer's code runs for real, on fake tensors: what it does elsewhere in the process must be undone.
         copies = self.reads.copies()
         try:
             with torch.no_grad(), without_step_hooks(stand_in):
@@ -182,7 +206,7 @@ class OptimizerInputs:
         finally:
             changed = self.reads.changed()
             if changed is not None:
-                self.reads.put_back(copies)
+                self.reads.restore(copies)
         if changed is not None:
             raise self._untraceable(f"it keeps something in its {changed}, outside of its state")
         for then, now, own in zip(before, stand_in.param_groups, self.optimizer.param_groups, strict=True):
@@ -198,14 +222,16 @@ class OptimizerInputs:
             self._write_back(index, stand_in.state.get(p, {}), given)
 
     def _stand_in(self) -> Optimizer:
-        """An optimizer of the same class, with copies of the attributes, so that its step changes nothing real."""
+        """Return an optimizer with copies of the attributes, so that its step changes nothing real."""
         stand_in = object.__new__(type(self.optimizer))
         memo: dict[int, Any] = {id(self.optimizer): stand_in}
         for name, value in own_attributes(self.optimizer).items():
             setattr(stand_in, name, _own_copy(value, memo))
+        # The rest is torch's. A "step" in there is an instance attribute, as schedulers wrap the method: it would step
+        # the real optimizer.
         for name, value in vars(self.optimizer).items():
             if name not in vars(stand_in) and name != "step":
-                vars(stand_in)[name] = value
+                setattr(stand_in, name, value)
         stand_in._warned_capturable_if_run_uncaptured = True
         return stand_in
 
@@ -248,24 +274,24 @@ class OptimizerInputs:
             elif value is not original:
                 original.copy_(value)
 
-    def _untraceable(self, why: str) -> NotOneGraphError:
+    def _untraceable(self, reason: str) -> NotOneGraphError:
         name = type(self.optimizer).__name__
         return NotOneGraphError(
-            f"optimizer={name}: its step cannot be traced: {why}; use an optimizer whose step is tensor code, "
+            f"optimizer={name}: its step cannot be traced: {reason}; use an optimizer whose step is tensor code, "
             "such as those of torch.optim"
         )
 
 
-def _settled(value: Any) -> Any:
-    """A value that is no number, as it is to be compared later."""
+def _snapshot_or_self(value: Any) -> Any:
+    """Return a snapshot of a constant; the value itself, to be compared by identity, if there can be none."""
     try:
         return snapshot(value)
     except IncomparableError:
         return value
 
 
-def _is_settled(value: Any, before: Any) -> bool:
-    return value is before or bool(_settled(value) == before)
+def _equals_snapshot(value: Any, before: Any) -> bool:
+    return value is before or bool(_snapshot_or_self(value) == before)
 
 
 def _own_copy(value: Any, memo: dict[int, Any]) -> Any:
@@ -273,7 +299,7 @@ def _own_copy(value: Any, memo: dict[int, Any]) -> Any:
         return value
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # whatever objects raise that cannot be copied
+    except Exception:  # any: copying runs code of the value's class
         return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
@@ -282,7 +308,7 @@ def _is_nested(value: Any) -> bool:
 
 
 def _is_kept(value: Any, own: Any) -> bool:
-    """Whether what a copied group has nested is still what the group has."""
+    """Return whether a nested value of a copied group is still equal to that of the group."""
     if not _is_nested(value) or (isinstance(value, list) and any(map(is_symbolic, value))):
         return True
     return _is_unchanged(own, value, {})
@@ -296,14 +322,14 @@ def _is_unchanged(before: Any, now: Any, known: dict[int, Any]) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a hyperparameter is one that may change from step to step."""
+    """Return whether a hyperparameter is a number that may change between steps, and no flag or count."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1
     return isinstance(value, Real) and not isinstance(value, (bool, int))
 
 
 def _form(value: Any) -> Any:
-    """What must stay as it is of a hyperparameter that may change."""
+    """Return the constant properties of a hyperparameter that may change: its type, or a tensor's kind."""
     return _kind(value) if isinstance(value, torch.Tensor) else float if isinstance(value, float) else type(value)
 
 
@@ -317,7 +343,7 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values of any kind are the same; tensors only if they are one."""
+    """Return whether two values are equal; tensors only if they are identical."""
     if one is other:
         return True
     if type(one) is not type(other) or isinstance(one, torch.Tensor):

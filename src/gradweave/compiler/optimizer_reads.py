@@ -1,8 +1,8 @@
-"""What an optimizer's step may read besides its groups, its state and the gradients.
+"""Values that an optimizer's step may read besides its groups, its state and the gradients.
 
-Attributes, class variables, globals and closures: in a traced step their values are constants. So they are noted when a
-step is traced, and looked at before each step. The optimizers of torch and of gradweave read nothing of the kind, and
-cost nothing.
+Attributes, class variables, globals and closures are constants of a traced step. So a snapshot of them is taken when a
+step is traced, and compared before each step. The optimizers of torch and of gradweave read nothing of the kind, and
+their snapshots are empty.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from gradweave._compat.eager import own_step
 from gradweave.compiler.snapshot import IncomparableError, globals_read_by, snapshot
 
 _MISSING = "nothing"
-"""The value of what is not there."""
+"""Stands for a value that is not there."""
 _KNOWN = ("torch", "gradweave", "builtins", "abc", "typing")
-"""Whose code reads nothing of the kind."""
+"""Packages whose code reads nothing of the kind."""
 _DATA = (int, float, complex, str, list, tuple, dict, set, frozenset)
 _TORCH_ATTRIBUTES = frozenset(
     ("defaults", "state", "param_groups", "step", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
@@ -34,17 +34,20 @@ _TORCH_PREFIXES = ("_optimizer_", "_opt_", "_gradweave_", "_step_count", "_accel
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a value is that code reads: a class, a module's globals, a closure."""
+    """Access to a value that code reads: in a class, a module's globals, a closure."""
 
     get: Callable[[], Any]
     put: Callable[[Any], Any]
 
 
 class OptimizerReads:
-    """The values that an optimizer's step may read, as they are when this is made.
+    """Snapshot of the values that an optimizer's step may read.
+
+    Args:
+        optimizer: The optimizer.
 
     Attributes:
-        why_not: What cannot be compared, so that no graph can be made for it; None if everything can.
+        incomparable: The reason why a value cannot be compared, so that no graph can be made; None if all can.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -55,17 +58,17 @@ class OptimizerReads:
         self._places: dict[str, _Place] = {}
         for cls in foreign:
             self._places.update(_places_of_class(cls))
-        self.why_not: str | None = None
+        self.incomparable: str | None = None
         self._values = self._now() if self._foreign else {}
 
-    def same(self) -> bool:
-        """Whether every value is what it was."""
+    def unchanged(self) -> bool:
+        """Return whether every value is equal to its snapshot."""
         if own_step(self._optimizer) is not self._step:
             return False
         return not self._foreign or self.changed() is None
 
     def changed(self) -> str | None:
-        """What is no longer as it was, in words; None if everything is."""
+        """Return the name of a value that differs from its snapshot; None if none does."""
         if not self._foreign:
             return None
         now = self._now()
@@ -75,16 +78,16 @@ class OptimizerReads:
         return None
 
     def copies(self) -> tuple[dict[str, Any], list[Any]]:
-        """What is outside of the optimizer and could be changed by its step, for :meth:`put_back`."""
+        """Return copies of the values outside of the optimizer that its step could change, for :meth:`restore`."""
         generators: list[Any] = []
         self._now(generators)
-        return {name: _copy(place.get()) for name, place in self._places.items()}, list(map(_with_state, generators))
+        return {name: _copy(place.get()) for name, place in self._places.items()}, list(map(_restoring, generators))
 
-    def put_back(self, copied: tuple[dict[str, Any], list[Any]]) -> None:
-        """Makes what is outside of the optimizer what it was."""
+    def restore(self, copied: tuple[dict[str, Any], list[Any]]) -> None:
+        """Undo changes to values outside of the optimizer, in place where others may refer to them."""
         copies, generators = copied
-        for restore in generators:
-            restore()
+        for restore_generator in generators:
+            restore_generator()
         before = self._values
         now_there = self._now()
         for name, value in copies.items():
@@ -111,12 +114,12 @@ class OptimizerReads:
                 values[name] = snapshot(value, known, generators)
             except IncomparableError as error:
                 values[name] = str(error)
-                self.why_not = f"it keeps something in its {name}, outside of its state: {error}"
+                self.incomparable = f"it keeps something in its {name}, outside of its state: {error}"
         return values
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of an optimizer that are not torch's."""
+    """Return the attributes of an optimizer that are not torch's."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -129,8 +132,8 @@ def _is_known(part: type | FunctionType | ModuleType) -> bool:
     return name.partition(".")[0] in _KNOWN
 
 
-def _with_state(generator: Any) -> Callable[[], Any]:
-    """What makes a generator of random numbers go on from where it is now."""
+def _restoring(generator: Any) -> Callable[[], Any]:
+    """Return a function that resets a generator of random numbers to its current state."""
     if hasattr(generator, "getstate"):
         return partial(generator.setstate, generator.getstate())
     if hasattr(generator, "get_state"):
@@ -142,12 +145,12 @@ def _with_state(generator: Any) -> Callable[[], Any]:
 def _copy(value: Any) -> Any:
     try:
         return copy.deepcopy(value)
-    except Exception:  # whatever objects raise that cannot be copied
+    except Exception:  # any: copying runs code of the value's class
         return value
 
 
 def _places_of_class(cls: type) -> Iterator[tuple[str, _Place]]:
-    """The data of a class, and what its methods read elsewhere."""
+    """Yield the data of a class, and what its methods read elsewhere."""
     seen: set[int] = set()
     for name, member in vars(cls).items():
         function = unwrap(getattr(member, "__func__", None) or getattr(member, "fget", None) or member)
@@ -159,7 +162,7 @@ def _places_of_class(cls: type) -> Iterator[tuple[str, _Place]]:
 
 
 def _places_of_function(function: FunctionType, seen: set[int]) -> Iterator[tuple[str, _Place]]:
-    """The globals and the closure of a function, and of those that it calls."""
+    """Yield the globals and the closure of a function, and of those that it calls."""
     if id(function.__code__) in seen or _is_known(function):
         return
     seen.add(id(function.__code__))
@@ -169,7 +172,7 @@ def _places_of_function(function: FunctionType, seen: set[int]) -> Iterator[tupl
                 what = f"global {name!r} of {function.__module__}"
                 yield from _places_of_value(what, function.__globals__, name, code, seen)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        if name != "__class__" and _content(cell) is not _MISSING:
+        if name != "__class__" and _contents(cell) is not _MISSING:
             yield from _places_of_cell(f"closure {name!r} of {function.__qualname__}", cell, seen)
 
 
@@ -192,22 +195,22 @@ def _places_of_value(
 
 
 def _places_of_cell(what: str, cell: Any, seen: set[int]) -> Iterator[tuple[str, _Place]]:
-    value = _content(cell)
+    value = _contents(cell)
     if isinstance(value, FunctionType):
         yield from _places_of_function(value, seen)
     elif not isinstance(value, (ModuleType, type)):
-        yield what, _Place(partial(_content, cell), partial(setattr, cell, "cell_contents"))
+        yield what, _Place(partial(_contents, cell), partial(setattr, cell, "cell_contents"))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions inside of it."""
+    """Yield a function's code, and that of the functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
 
 
-def _content(cell: Any) -> Any:
+def _contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:

@@ -1,4 +1,4 @@
-"""Values of any kind, as something that can be compared later: a value that was changed in place is seen to differ."""
+"""Snapshots of values of any kind, which tell later whether a value has changed, also in place."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _PLAIN = (int, str, bytes, bool, complex, type(None), type, range, Enum, torch.d
 _BY_IDENTITY = (logging.Logger, ModuleType, torch.Generator)
 _HOLDERS = (torch.Tensor, nn.Module, Optimizer)
 MOST_PARTS = 10_000
-"""Of one value; what has more is too much to be compared in every step."""
+"""Parts of one value; comparing more in every step takes too long."""
 
 
 class IncomparableError(Exception):
-    """A value has tensors inside, which a graph would take for constants, or too many parts."""
+    """A value holds tensors, which a graph would take for constants, or too many parts."""
 
 
 def snapshot(value: Any, known: dict[int, Any] | None = None, generators: list[Any] | None = None) -> Any:
-    """Return what equals the snapshot of the same value later if that has not changed, in any of its parts.
+    """Return an object that equals a later snapshot of the same value if no part of it has changed.
 
-    Objects are compared by their attributes, or by what pickle would keep of them; what has neither only by being the
-    same object. So are gradweave's own.
+    Objects are compared by their attributes, or by what pickle would save of them; those without either by identity,
+    and so are gradweave's own.
 
     Args:
         value: Of any kind.
-        known: Objects by their id whose parts do not count, and what to take them for.
-        generators: Gets those of random numbers that it holds.
+        known: Objects by their id whose parts are left out, and what represents them.
+        generators: Is extended by the generators of random numbers that the value holds.
 
     Raises:
-        IncomparableError: It holds a tensor, a module or an optimizer, or is too large.
+        IncomparableError: If it holds a tensor, a module or an optimizer, or is too large.
     """
     kept: list[Any] = []
     result = _snapshot(value, {} if known is None else dict(known), kept)
@@ -49,14 +49,14 @@ def snapshot(value: Any, known: dict[int, Any] | None = None, generators: list[A
 
 
 def is_generator(value: Any) -> bool:
-    """Whether something draws random numbers: a generator of Python's or of NumPy's."""
+    """Return whether a value is a generator of random numbers, of Python's or of NumPy's."""
     return isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random")
 
 
 def _snapshot(value: Any, seen: dict[int, Any], kept: list[Any]) -> Any:
     kind = type(value)
     if kind is float:
-        return value if value == value else "not a number"
+        return value if value == value else "not a number"  # nan differs from itself
     if isinstance(value, _PLAIN):
         return kind, value
     if id(value) in seen:
@@ -66,7 +66,7 @@ def _snapshot(value: Any, seen: dict[int, Any], kept: list[Any]) -> Any:
     if len(seen) >= MOST_PARTS:
         raise IncomparableError("it has too many parts to be compared in every step")
     seen[id(value)] = ("seen", len(seen))
-    kept.append(value)  # or another object could get its id
+    kept.append(value)  # while it lives, no other object gets its id
 
     def part(inner: Any) -> Any:
         return _snapshot(inner, seen, kept)
@@ -78,7 +78,7 @@ def _snapshot(value: Any, seen: dict[int, Any], kept: list[Any]) -> Any:
     if kind in (set, frozenset):
         return kind, frozenset(map(part, value))
     if isinstance(value, _BY_IDENTITY) or kind.__module__.partition(".")[0] == "gradweave":
-        return _Same(value)
+        return _Identity(value)
     if isinstance(value, FunctionType):
         return _of_function(value, part)
     if isinstance(value, MethodType):
@@ -92,11 +92,11 @@ def _snapshot(value: Any, seen: dict[int, Any], kept: list[Any]) -> Any:
 
 def _of_function(function: FunctionType, part: Callable[[Any], Any]) -> Any:
     if (function.__module__ or "").partition(".")[0] == "torch":
-        return _Same(function)
+        return _Identity(function)
     cells = [part(cell.cell_contents) for cell in function.__closure__ or () if _is_filled(cell)]
     names = [name for name in globals_read_by(function.__code__) if name in function.__globals__]
     reads = [part(function.__globals__[name]) for name in names]
-    return _Same(function.__code__), *cells, part(function.__defaults__), *reads
+    return _Identity(function.__code__), *cells, part(function.__defaults__), *reads
 
 
 def _of_object(value: Any, part: Callable[[Any], Any]) -> Any:
@@ -108,17 +108,17 @@ def _of_object(value: Any, part: Callable[[Any], Any]) -> Any:
         return type(value), part(dict(attributes))
     try:
         reduced = value.__reduce_ex__(2)
-    except Exception:  # whatever objects raise that cannot be saved
-        return _Same(value), part(dict(attributes or {}))
+    except Exception:  # any: this runs code of the value's class
+        return _Identity(value), part(dict(attributes or {}))
     if isinstance(reduced, str):
-        return _Same(value)
+        return _Identity(value)
     arguments, state, *items = (*reduced[1:], None)[: max(2, len(reduced) - 1)]
     return type(value), part(arguments), part(state), part([list(inner) for inner in items if inner is not None])
 
 
 @cache
 def globals_read_by(code: CodeType) -> tuple[str, ...]:
-    """The names of globals that a function's code reads, and that of functions inside of it."""
+    """Return the names of globals that a function's code reads, and that of functions inside of it."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     inner = (globals_read_by(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return tuple(sorted(own.union(*inner)))
@@ -131,8 +131,8 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-class _Same:
-    """Equal to another one of the same object only; it keeps the object, so that no other gets its id."""
+class _Identity:
+    """A reference that equals only another one to the same object, which it keeps alive."""
 
     __slots__ = ("_value",)
 
@@ -140,7 +140,7 @@ class _Same:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._value is other._value
+        return isinstance(other, _Identity) and self._value is other._value
 
     def __hash__(self) -> int:
         return id(self._value)

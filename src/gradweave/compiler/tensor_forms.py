@@ -1,6 +1,6 @@
 """Operations that take a Python number, written with a tensor in its place.
 
-A number in a compiled or captured graph is fixed for good; a tensor can change from step to step.
+A number in a compiled or captured graph is a constant; a tensor can change from step to step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ IN_PLACE: dict[Any, Any] = {
     aten.copy_.default: None,
     aten.fill_.Scalar: None,
 }
-"""In-place operations, and the one that gives the new value; None where that is the second argument."""
+"""In-place operations, and the ones that compute the new value; None where that is the second argument."""
 
 
 def _clamp(x: Any, low: Any, high: Any) -> Any:
@@ -97,9 +97,15 @@ def _extreme(which: Callable[..., Any], a: Any, b: Any) -> Any:
 
 
 def new_value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation computes, with tensors where it was traced with numbers.
+    """Return the result of an operation on tensors that was traced on numbers.
 
-    For an in-place operation this is what its first argument becomes.
+    Args:
+        target: The operation; for an in-place one the result is the new value of its first argument.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Raises:
+        GradweaveError: If it has no form with tensors.
     """
     if target in IN_PLACE:
         target = IN_PLACE[target]

@@ -1,7 +1,7 @@
 """The whole step as one graph of ATen operations: forward, gradients, clipping, update.
 
-The graph holds exactly what the eager step would run, one parameter at a time, with every
-hyperparameter an input. Weights, buffers and optimizer state are inputs that it changes in place.
+The graph holds exactly what the eager step would run, one parameter at a time, with every hyperparameter an input.
+Weights, buffers and optimizer state are inputs that it changes in place.
 """
 
 from __future__ import annotations
@@ -25,83 +25,81 @@ from gradweave._compat.tracing import (
     names_of,
     trace_to_graph,
 )
-from gradweave.compiler.host_random import refusing_drawn_numbers
-from gradweave.compiler.loss_scaling import Scaling, keep_if_found
+from gradweave.compiler.gradients import Clipping, LossScaling, accumulate, clip, restore_if_infinite
 from gradweave.compiler.optimizer_inputs import OptimizerInputs
+from gradweave.compiler.random_numbers import refuse_python_random
 from gradweave.step_graph.errors import NotOneGraphError
 from gradweave.step_graph.nodes import changed_by, phase, root
 from gradweave.step_graph.objective import Objective, differentiate
-
-
-@dataclass(frozen=True)
-class Clipping:
-    """How gradients are limited before the update: by their common norm, or one by one."""
-
-    max_norm: float | None = None
-    max_value: float | None = None
+from gradweave.step_graph.tasks import StepTasks, module_names, tasks_of
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a step does with the gradients.
+    """The treatment of gradients in a step.
 
     Attributes:
-        clipping: Done before the update.
-        sums: Where earlier micro-batches have summed up gradients; they are added to, and set to zero
-            by an update.
-        summed: Which of the trainable parameters these belong to.
+        clipping: Before the update.
+        sums: Gradients of earlier micro-batches; an update sets them to zero, other steps add to them.
+        summed: Numbers of the trainable parameters that these belong to.
         update: Whether the step updates; otherwise it only adds to the sums.
-        scaling: How the loss is scaled, if it is.
-        scale: The scale and its tracker, likewise.
-        unguarded: State that the graph does not leave as it was when an update is skipped; who runs
-            it has to, by the graph's last output.
+        scaling: Of the loss; None if it is not scaled.
+        scale: The scale and its tracker; empty if the loss is not scaled.
+        unguarded: State slots that the graph does not restore when an update is skipped; the caller must, by the
+            graph's last output.
     """
 
     clipping: Clipping
     sums: Sequence[torch.Tensor] = ()
     summed: tuple[int, ...] = ()
     update: bool = True
-    scaling: Scaling | None = None
+    scaling: LossScaling | None = None
     scale: Sequence[torch.Tensor] = ()
     unguarded: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A graph and what it is for.
+    """A step's graph and the meaning of its inputs.
 
     Attributes:
-        graph: Takes the inputs of the objective, the sums and the scale, then the optimizer's state,
-            then its numbers; returns the forward's outputs, the gradients' norm where there is one,
-            and whether the update was skipped where it can be.
-        optimizer: What the state and the numbers are.
-        inputs: How many inputs come before the optimizer's.
-        owners: For each input, which of the trainable parameters it is, or belongs to; None for others.
-        with_gradient: Which of the trainable parameters the loss depends on.
-        holds: Whether the graph is right for other numbers, such as a weight decay that was 0.
+        graph: Takes the inputs of the objective, the sums and the scale, then the optimizer's state, then its
+            hyperparameters; returns the forward's outputs, the norm of the gradients where there is one, and whether
+            the update was skipped where it can be.
+        optimizer: The inputs that are the optimizer's.
+        input_count: Number of inputs before the optimizer's.
+        owners: For each input, the trainable parameter that it is, or belongs to; None for others.
+        with_gradient: Numbers of the trainable parameters that the loss depends on.
+        can_skip: Whether the update is skipped where a gradient is not finite.
+        holds: Returns whether the graph is right for other hyperparameters: every branch that the optimizer's code
+            took on them, such as on a weight decay of 0, would be taken again.
     """
 
     graph: GraphModule
     optimizer: OptimizerInputs
-    inputs: int
+    input_count: int
     owners: tuple[int | None, ...]
     with_gradient: frozenset[int]
     can_skip: bool
     holds: Callable[[Sequence[float]], bool]
 
     def changed_inputs(self) -> set[int]:
-        """Which of the inputs before the optimizer's the step changes in place."""
+        """Return the positions of the inputs before the optimizer's that the step changes in place."""
         nodes = self.graph.graph.nodes
         inputs = {node: index for index, node in enumerate(nodes) if node.op == "placeholder"}
         changed = {root(argument) for node in nodes for argument in changed_by(node)}
-        return {index for node, index in inputs.items() if node in changed and index < self.inputs}
+        return {index for node, index in inputs.items() if node in changed and index < self.input_count}
+
+    def tasks(self, model: nn.Module) -> StepTasks:
+        """Return the task of each operation; the layers are modules of the model."""
+        return tasks_of(self.graph.graph, self.owners, module_names(self.optimizer.params, model))
 
 
 def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, *, exact: bool = False) -> TracedStep:
-    """Traces a step; no real tensor is read or changed.
+    """Trace a step; no real tensor is read or changed.
 
-    Optimizers are traced as they run eagerly; those whose eager form branches on a step count, in
-    the form that torch has for capturing, where that has none.
+    An optimizer is traced in the form that it runs eagerly, or, if that branches on a tensor such as a step count, in
+    the form that torch has for CUDA graphs.
 
     Args:
         objective: What is differentiated.
@@ -138,8 +136,10 @@ def _trace(
     with_gradient: set[int] = set()
     first_sum, first_scale = len(objective.inputs), len(objective.inputs) + len(recipe.sums)
 
-    places = {id(x): index for index, x in enumerate(objective.inputs)}
-    same = {slot: places[id(x)] for slot, x in enumerate(optimizer.state()) if id(x) in places}
+    # State may be an input of the forward, too. Two fakes of one tensor would be two tensors to the tracer, and writes
+    # to one would not be seen in the other.
+    position = {id(x): index for index, x in enumerate(objective.inputs)}
+    same = {slot: position[id(x)] for slot, x in enumerate(optimizer.state()) if id(x) in position}
 
     def step(inputs: list[torch.Tensor], state: list[torch.Tensor], numbers: list[Any]) -> list[Any]:
         state = [inputs[same[slot]] if slot in same else x for slot, x in enumerate(state)]
@@ -147,26 +147,26 @@ def _trace(
         outputs, params, grads = differentiate(objective, own, scale)
         with_gradient.update(index for index, grad in enumerate(grads) if grad is not None)
         with phase("gradients"):
-            _add_up(grads, dict(zip(recipe.summed, sums, strict=True)), keep=not recipe.update)
+            accumulate(grads, dict(zip(recipe.summed, sums, strict=True)), update=recipe.update)
         outputs = [output.detach() if isinstance(output, torch.Tensor) else output for output in outputs]
         if not recipe.update:
             return outputs
         with phase("gradients"):
-            found = recipe.scaling.unscale(grads, scale[0]) if recipe.scaling else None
-            norm = _clip(params, grads, recipe.clipping)
+            found_inf = recipe.scaling.unscale(grads, scale[0]) if recipe.scaling else None
+            norm = clip(params, grads, recipe.clipping)
         targets = [own[index] for index in objective.trainable]
         with phase("update"):
-            left = [tensor for slot, tensor in enumerate(state) if slot not in recipe.unguarded]
-            guarded = [*targets, *left] if recipe.scaling else []
+            guarded_state = [tensor for slot, tensor in enumerate(state) if slot not in recipe.unguarded]
+            guarded = [*targets, *guarded_state] if recipe.scaling else []
             before = [tensor.clone() for tensor in guarded]
             optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
-            if found is not None:
-                keep_if_found(guarded, before, found)
-        if recipe.scaling and found is not None:
-            recipe.scaling.advance(scale[0], scale[1], found)
-        return [*outputs, *(extra for extra in (norm, found) if extra is not None)]
+            if found_inf is not None:
+                restore_if_infinite(guarded, before, found_inf)
+        if recipe.scaling and found_inf is not None:
+            recipe.scaling.advance(scale[0], scale[1], found_inf)
+        return [*outputs, *(extra for extra in (norm, found_inf) if extra is not None)]
 
-    with as_it_was(), refusing_drawn_numbers(), mode, as_if_compiling(capturable):
+    with as_it_was(), refuse_python_random(), mode, as_if_compiling(capturable):
         graph = trace_to_graph(step, as_eager=exact)(
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
@@ -178,10 +178,9 @@ def _trace(
     if recipe.update and with_gradient and not _changes_a_weight(graph, objective.trainable):
         name = type(optimizer.optimizer).__name__
         raise NotOneGraphError(
-            f"optimizer={name}: its step, traced on stand-ins of the weights, changes none of them, as one does that "
-            "leaves the update to another optimizer; give that one"
+            f"optimizer={name}: its step, traced on stand-ins of the weights, changes none of them, as that of a "
+            "wrapper around another optimizer; give the wrapped one"
         )
-    can_skip = recipe.update and recipe.scaling is not None
     own = {position: index for index, position in enumerate(objective.trainable)}
     owners = (
         *(own.get(position) for position in range(len(objective.inputs))),
@@ -195,6 +194,7 @@ def _trace(
     def holds(numbers: Sequence[float]) -> bool:
         return branches([numbers[index] for index in floats])
 
+    can_skip = recipe.update and recipe.scaling is not None
     return TracedStep(graph, optimizer, len(inputs), owners, frozenset(with_gradient), can_skip, holds)
 
 
@@ -203,33 +203,6 @@ def _changes_a_weight(graph: GraphModule, trainable: Sequence[int]) -> bool:
     placeholders = [node for node in nodes if node.op == "placeholder"]
     weights = {placeholders[index] for index in trainable}
     return any(root(argument) in weights for node in nodes for argument in changed_by(node))
-
-
-def _add_up(grads: list[torch.Tensor | None], sums: dict[int, torch.Tensor], *, keep: bool) -> None:
-    """Adds gradients to the sums; unless the sums are kept, they replace the gradients and become zero."""
-    for index, total in sums.items():
-        grad = grads[index]
-        if keep and grad is not None:
-            total.add_(grad)
-        elif not keep:
-            grads[index] = total.clone() if grad is None else total + grad
-            total.zero_()
-
-
-def _clip(params: Sequence[torch.Tensor], grads: list[torch.Tensor | None], clipping: Clipping) -> torch.Tensor | None:
-    """Clips gradients as torch's utilities do; returns their norm before that, if it was computed."""
-    if clipping.max_norm is None and clipping.max_value is None:
-        return None
-    for p, grad in zip(params, grads, strict=True):
-        p.grad = grad
-    norm = None
-    if clipping.max_norm is not None:
-        norm = nn.utils.clip_grad_norm_(params, clipping.max_norm, foreach=False)
-    if clipping.max_value is not None:
-        nn.utils.clip_grad_value_(params, clipping.max_value, foreach=False)
-    for p in params:
-        p.grad = None
-    return norm
 
 
 def _first_line(error: Exception) -> str:

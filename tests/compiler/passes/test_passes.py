@@ -45,7 +45,7 @@ def test_updates_move_to_their_gradients(traced):
         torch.manual_seed(3)
         inputs = [_random(node) for node in graph.graph.nodes if node.op == "placeholder"]
         count = len(traced.optimizer.state_slots)
-        first, state = inputs[: traced.inputs], inputs[traced.inputs : traced.inputs + count]
+        first, state = inputs[: traced.input_count], inputs[traced.input_count : traced.input_count + count]
         loss = graph(first, state, list(traced.optimizer.numbers()))
         return [*loss, *first, *state]
 

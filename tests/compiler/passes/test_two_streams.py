@@ -10,7 +10,7 @@ from gradweave._compat.tracing import fake_mode, fake_of, trace_to_graph
 from gradweave.compiler import lower
 from gradweave.compiler.passes import two_streams as regions
 from gradweave.compiler.passes.two_streams import upper_layers
-from gradweave.errors import ArgumentError
+from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand, Kind
 from gradweave.step_graph.tasks import Place
@@ -143,7 +143,7 @@ def test_both_streams_begin_behind_what_comes_first_and_the_step_ends_behind_bot
     upper, lower, x = (nn.Parameter(torch.full((4,), float(size)), requires_grad=False) for size in (1, 2, 3))
     races = Races(monkeypatch)
     with races:
-        step = regions.OnTwoStreams(parts, [upper, lower, x], lambda graph, _: graph)
+        step = regions.TwoStreams(parts, [upper, lower, x], lambda graph, _: graph)
         for _ in range(2):
             with as_if_on_a_gpu():
                 (below,) = step(upper, lower, x + 0)
@@ -159,7 +159,7 @@ def test_costs_decide():
     assert upper_layers(free_costs(names), names, gpu) in (1, 2)
     assert upper_layers(free_costs(names), names, torch.device("cpu")) is None
     assert upper_layers(Costs.uniform(2), ["layer0", "layer1"], gpu) is None
-    with pytest.raises(ArgumentError, match="other"):
+    with pytest.raises(UnsupportedError, match="other layers"):
         upper_layers(free_costs(names), ["a", "b"], gpu)
     with pytest.raises(ArgumentError, match="one stream"):
         gradweave.compile(
@@ -198,14 +198,14 @@ def test_two_streams_of_a_gpu(name, monkeypatch):
 @pytest.mark.parametrize("slow", ["first", "side", "rest"])
 def test_a_piece_that_is_slow_is_waited_for(slow, monkeypatch):
     losses, stock, _ = train("mlp", monkeypatch, device="cuda")
-    run = regions.OnTwoStreams._run
+    run = regions.TwoStreams._run
 
     def run_slowly(self, piece, values):
         if piece is getattr(self._parts, slow):
             torch.cuda._sleep(20_000_000)
         run(self, piece, values)
 
-    monkeypatch.setattr(regions.OnTwoStreams, "_run", run_slowly)
+    monkeypatch.setattr(regions.TwoStreams, "_run", run_slowly)
     made, model, (parts,) = train("mlp", monkeypatch, upper=1, device="cuda")
     assert parts is not None
     torch.testing.assert_close(made, losses, rtol=1e-4, atol=1e-5)

@@ -1,1 +1,1 @@
-"""Rewrites of a traced step: one file each."""
+"""Passes over a traced step."""

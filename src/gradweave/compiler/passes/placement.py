@@ -1,4 +1,4 @@
-"""Rewrites of a traced step that change where and when something is done, never what."""
+"""Passes that change where and when an operation of a traced step runs, never what it computes."""
 
 from __future__ import annotations
 
@@ -8,40 +8,42 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gradweave.step_graph.nodes import changed_by, has_data_dependent_size, memory_of_node, phase_of
+from gradweave.step_graph.nodes import changed_by, has_data_dependent_size, memories_of, phase_of
 
 
 def updates_at_their_gradients(graph: GraphModule) -> None:
-    """Moves each operation of the update to the first place where what it needs is there.
+    """Move each operation of the update to the first place where its inputs exist.
 
-    A gradient is then used up, and its memory free, while backward goes on. An operation that
-    changes a tensor stays behind everything that reads the tensor as it was, and all of them behind
-    forward, which a batch may make fail: nothing has changed then.
+    A gradient's memory is then freed while backward goes on. An operation that changes a tensor stays after everything
+    that reads the tensor as it was, and all of them after forward, which a batch may make fail: nothing has changed
+    then.
     """
     nodes = list(graph.graph.nodes)
     update = {node for node in nodes if node.op == "call_function" and phase_of(node) == "update"}
     place = {node: index for index, node in enumerate(nodes)}
+    forward_end = max((place[node] for node in nodes if phase_of(node) == "forward"), default=0)
+    # By memory and not by node, because views of a tensor are nodes of their own: the last place where it is read or
+    # written by operations that stay, and by updates in the places that they are moved to.
     read_until: dict[int, int] = {}
-    touched: dict[int, int] = {}
+    used_by_updates: dict[int, int] = {}
     written: dict[int, int] = {}
     earliest: dict[Node, int] = {}
-    forward = max((place[node] for node in nodes if phase_of(node) == "forward"), default=0)
     for node in nodes:
-        memories = {memory for n in (node, *node.all_input_nodes) if (memory := memory_of_node(n)) is not None}
-        changed = {memory for n in changed_by(node) if (memory := memory_of_node(n)) is not None}
+        memories = memories_of((node, *node.all_input_nodes))
+        changed = memories_of(changed_by(node))
         if node not in update:
             read_until.update(dict.fromkeys(memories, place[node]))
             written.update(dict.fromkeys(changed, place[node]))
             continue
         when = max((earliest.get(n, place[n]) for n in node.all_input_nodes), default=place[node])
-        when = max([when, forward, *(written.get(memory, 0) for memory in memories)])
+        when = max([when, forward_end, *(written.get(memory, 0) for memory in memories)])
         for memory in changed:
-            when = max(when, read_until.get(memory, 0), touched.get(memory, 0))
+            when = max(when, read_until.get(memory, 0), used_by_updates.get(memory, 0))
         written.update(dict.fromkeys(changed, when))
         for memory in memories:
-            touched[memory] = max(touched.get(memory, 0), when)
+            used_by_updates[memory] = max(used_by_updates.get(memory, 0), when)
         earliest[node] = when
-    for node in reversed(nodes):
+    for node in reversed(nodes):  # so that updates that are moved to one place stay in their order
         if node in update and earliest[node] < place[node]:
             nodes[earliest[node]].append(node)
     graph.graph.lint()
@@ -49,7 +51,7 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
 
 
 def has_data_dependent_sizes(graph: GraphModule) -> bool:
-    """Return whether a result's size depends on the values it is computed from, so that it differs between steps."""
+    """Return whether a result's size depends on values, so that each step has sizes of its own."""
     return any(_has_data_dependent_size(node) for node in graph.graph.nodes)
 
 
@@ -59,7 +61,7 @@ def _has_data_dependent_size(node: Node) -> bool:
 
 
 def draws_in_update(graph: GraphModule) -> bool:
-    """Whether an update draws random numbers, so that the order of updates can be seen."""
+    """Return whether an update draws random numbers, so that the order of updates can be seen."""
     return any(
         torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         for node in graph.graph.nodes
@@ -68,16 +70,16 @@ def draws_in_update(graph: GraphModule) -> bool:
 
 
 def take_out_counters(graph: GraphModule, inputs: int) -> list[int]:
-    """Removes inputs of no dimension that the step only adds 1 to, such as BatchNorm's counts of batches.
+    """Remove 0-dimensional inputs that the step only adds 1 to, such as BatchNorm's counts of batches.
 
-    As part of a compiled graph each would be a launch of its own; together they are one.
+    In a compiled graph each would be a launch of its own; together they are one.
 
     Args:
         graph: Of operations; changed.
-        inputs: How many of its inputs to look at.
+        inputs: Number of its inputs to look at.
 
     Returns:
-        The inputs that the graph no longer adds to, and no longer reads.
+        Positions of the inputs that the graph no longer adds to, and no longer reads.
     """
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"][:inputs]
     counters = [index for index, node in enumerate(placeholders) if _is_counter(node)]

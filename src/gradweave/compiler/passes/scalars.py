@@ -1,10 +1,9 @@
-"""Taking what depends on no gradient out of a traced step: step counts, bias corrections, rates.
+"""Splitting off what depends on no gradient: step counts, bias corrections, rates.
 
-These are a few numbers per parameter, computed from hyperparameters and from state such as step
-counts. As Python numbers they could not change in a captured graph; inlined into the update of
-every weight they would be computed for each element. So they become a small program of their own
-that runs first, in double precision as Python would, and hands 0-dimensional tensors to the rest.
-Parameters whose counts are equal share one computation.
+These are a few numbers per parameter, computed from hyperparameters and from state such as step counts. As Python
+numbers they could not change in a captured graph; inlined into the update of every weight they would be computed for
+each element. So they become a small program of their own that runs first, in double precision as Python would, and
+hands 0-dimensional tensors to the rest. Parameters whose counts are equal share one computation.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ class SplitStep:
     """A step as two graphs.
 
     Attributes:
-        scalars: Takes the numbers as one vector and a value per class; returns the new values of
-            the classes that advance, then the scalars that the main graph needs.
-        main: Takes the forward's inputs, the state that is left, and the scalars.
-        main_scalars: Which scalar each of the last inputs of the main graph is.
+        scalars: Takes the hyperparameters as one vector and a value per class; returns the new values of the classes
+            that advance, then the scalars that the main graph needs.
+        main: Takes the forward's inputs, the remaining state, and the scalars.
+        main_scalars: For each of the last inputs of the main graph, the scalar that it is.
         classes: Of 0-dimensional state slots that always have the same value.
-        advancing: Which of the classes get a new value.
+        advancing: Positions of the classes that get a new value.
         main_state: The state slots that the main graph takes.
     """
 
@@ -46,18 +45,22 @@ class SplitStep:
 
 
 def moved_slots(traced: TracedStep, equal: Sequence[Sequence[int]]) -> frozenset[int]:
-    """The state slots that :func:`split_scalars` would take out of the main graph."""
+    """Return the state slots that :func:`split_scalars` would take out of the main graph."""
     return frozenset(slot for members in _classes(traced, equal)[0] for slot in members)
 
 
 def _classes(
     traced: TracedStep, equal: Sequence[Sequence[int]]
 ) -> tuple[tuple[tuple[int, ...], ...], set[Node], list[Node], list[Node]]:
-    """Classes that can be moved as a whole, what moves with them, and the state and number inputs."""
+    """Return the classes that can be moved as a whole, the nodes that move, and the inputs of state and numbers.
+
+    A class moves only if all its members do. Keeping one back may keep back what depends on it, so this is repeated
+    until nothing changes.
+    """
     nodes = list(traced.graph.graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     count = len(traced.optimizer.state_slots)
-    state, numbers = placeholders[traced.inputs :][:count], placeholders[traced.inputs + count :]
+    state, numbers = placeholders[traced.input_count :][:count], placeholders[traced.input_count + count :]
     classes = tuple(map(tuple, equal))
     while True:
         moved = _movable(nodes, {state[slot] for members in classes for slot in members}, set(numbers))
@@ -70,11 +73,11 @@ def _classes(
 def split_scalars(
     traced: TracedStep, equal: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> SplitStep:
-    """Splits a traced step.
+    """Split a traced step.
 
     Args:
         traced: The step.
-        equal: Classes of state slots with equal values, all of them 0-dimensional.
+        equal: Classes of 0-dimensional state slots with equal values.
         dtype: Of the scalars that the main graph gets.
         device: Of all scalars.
     """
@@ -82,8 +85,8 @@ def split_scalars(
     classes, moved, state, numbers = _classes(traced, equal)
     members = [[state[slot] for slot in slots] for slots in classes]
     advancing = tuple(index for index, same in enumerate(members) if _is_changed(same[0], nodes))
-    scalars, handed_over = _scalar_graph(nodes, moved, members, advancing, numbers, dtype, device)
-    main, uses = _main_graph(traced.graph, nodes, moved, handed_over, shared=device.type == "cpu")
+    scalars, boundary = _scalar_graph(nodes, moved, members, advancing, numbers, dtype, device)
+    main, uses = _main_graph(traced.graph, nodes, moved, boundary, shared=device.type == "cpu")
     left = tuple(slot for slot, node in enumerate(state) if node not in moved)
     return SplitStep(scalars, main, uses, classes, advancing, left)
 
@@ -93,9 +96,9 @@ def _is_changed(state: Node, nodes: Sequence[Node]) -> bool:
 
 
 def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set[Node]:
-    """Everything that depends on given state and numbers alone, and changes nothing else.
+    """Return the nodes that depend on given state and numbers alone, and change nothing else.
 
-    What is changed by something that stays, stays too.
+    What is changed by a node that stays, stays too.
     """
     stay: set[Node] = set()
     while True:
@@ -112,15 +115,15 @@ def _movable(nodes: Sequence[Node], state: set[Node], numbers: set[Node]) -> set
 
 
 class _Emulator:
-    """Runs traced operations anew, with tensors for numbers, once for equal arguments."""
+    """Evaluates traced operations on tensors in the place of numbers, once for equal arguments."""
 
     def __init__(self) -> None:
         self.values: dict[Node, Any] = {}
         self._computed: dict[Hashable, tuple[Any, Any]] = {}
-        """Results, with the arguments that their keys name, which must therefore live on."""
+        """Results by operation and arguments. Keys name tensors by id, so the arguments are kept alive with them."""
 
     def run(self, node: Node) -> None:
-        """Computes a node; an in-place operation gives its argument a new value."""
+        """Compute a node; an in-place operation gives its argument a new value."""
         args = map_arg(node.args, lambda n: self.values[root(n)])
         kwargs = map_arg(node.kwargs, lambda n: self.values[root(n)])
         key = (node.target, _key(args), _key(kwargs))
@@ -151,8 +154,8 @@ def _scalar_graph(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[GraphModule, list[list[Node]]]:
-    """The scalar program, and the traced nodes whose values it returns behind the classes' new values."""
-    handed_over = [
+    """Return the scalar program, and the traced nodes whose values it returns after the classes' new values."""
+    boundary = [
         node
         for node in nodes
         if node in moved and any(user not in moved and user.op != "placeholder" for user in node.users)
@@ -165,16 +168,16 @@ def _scalar_graph(
             emulator.values[number] = vector[index]
         for members, value in zip(classes, values, strict=True):
             emulator.values.update(dict.fromkeys(members, value))
-        snapshots: dict[int, tuple[torch.Tensor, list[Node]]] = {}
-        wanted = set(handed_over)
+        results_by_id: dict[int, tuple[torch.Tensor, list[Node]]] = {}
+        wanted = set(boundary)
         for node in nodes:
             if node in moved and node.op == "call_function":
                 emulator.run(node)
             if node in wanted:
                 value = emulator.values[root(node)]
-                snapshots.setdefault(id(value), (value, []))[1].append(node)
+                results_by_id.setdefault(id(value), (value, []))[1].append(node)
         results = []
-        for value, owners in snapshots.values():
+        for value, owners in results_by_id.values():
             traced = owners[0].meta.get("val")
             results.append(value.to(dtype if is_symbolic(traced) else traced.dtype))  # type: ignore[union-attr]
             returned.append(owners)
@@ -190,12 +193,11 @@ def _scalar_graph(
 def _main_graph(
     module: GraphModule, nodes: Sequence[Node], moved: set[Node], scalars: Sequence[Sequence[Node]], *, shared: bool
 ) -> tuple[GraphModule, tuple[int, ...]]:
-    """The rest of the step, with inputs for the scalars behind its own, and which scalar each of these is.
+    """Return the rest of the step, with inputs for the scalars after its own, and the scalar that each of these is.
 
-    Unless they are shared, every use of a scalar has an input of its own: what reads one buffer is what
-    Inductor tries to fuse, pair by pair, and the updates of different weights have nothing else in common.
-    That saves much time in compiling, and costs none in a captured graph; on the CPU, where inputs are
-    handed over in every step, it would.
+    Unless they are shared, every use of a scalar has an input of its own: Inductor tries to fuse, pair by pair, all
+    kernels that read one buffer, and the updates of different weights have nothing else in common. That saves much time
+    in compiling, and costs none in a captured graph; on the CPU, where inputs are handed over in every step, it would.
     """
     graph = Graph()
     values: dict[Node, Node] = {}
@@ -229,7 +231,7 @@ def _main_graph(
 
 
 def _in_tensor_form(graph: Graph, node: Node, values: dict[Node, Node]) -> Node:
-    """Writes an operation with tensors for its numbers; in place where it was."""
+    """Append an operation with tensors for its numbers; in place where it was."""
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
 
     def proxy(argument: Node) -> Any:

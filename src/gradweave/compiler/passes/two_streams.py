@@ -1,7 +1,7 @@
 """A compiled step on two streams: weight gradients and updates of the upper layers beside the rest of backward.
 
-What Inductor compiles is one piece, and runs in its own order on one stream. So the graph is cut in three: what
-comes first, and two pieces that need nothing of each other.
+What Inductor compiles as one runs in its own order on one stream. So the graph is cut in three pieces, each compiled by
+itself: one that comes first, and two that need nothing of each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gradweave.errors import ArgumentError
+from gradweave.errors import UnsupportedError
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.policies import plan
@@ -24,20 +24,20 @@ from gradweave.step_graph.tasks import Place
 
 _PLACE = "gradweave_place"
 WORTH_IT = 0.03
-"""Share of a step that must be won, by prediction, before a graph is cut for it: that has a price of its own."""
+"""Share of a step's time that must be won, by prediction, before a graph is cut: that has a price of its own."""
 
 
 def upper_layers(costs: Costs, layers: Sequence[str], device: torch.device) -> int | None:
-    """From which layer on weight gradients and updates are best put on a second stream; None if that does not pay.
+    """Return the first layer whose weight gradients and updates belong on a second stream; None if that does not pay.
 
     Args:
         costs: Measured of the model.
         layers: Names of the step's layers.
-        device: Where it runs; a CPU has one stream.
+        device: That runs the step; a CPU has one stream.
     """
     names = [layer.name for layer in costs.layers]
     if len(names) != len(layers) or any(ours and ours != theirs for ours, theirs in zip(layers, names, strict=True)):
-        raise ArgumentError("costs", costs.name, "measure them with the model that is compiled: its layers are others")
+        raise UnsupportedError(f"costs of {costs.name}", "the compiled model has other layers", "measure its own costs")
     if device.type != "cuda":
         return None
     graph = single(costs, steps=2)
@@ -50,7 +50,7 @@ def upper_layers(costs: Costs, layers: Sequence[str], device: torch.device) -> i
 
 
 def note_places(places: dict[Node, Place]) -> None:
-    """Writes to each operation which task it is of; copies of the graph keep that."""
+    """Note the task of each operation in its metadata, which copies of the graph keep."""
     for node, place in places.items():
         node.meta[_PLACE] = place
 
@@ -60,7 +60,7 @@ class Piece:
     """A part of a graph.
 
     Attributes:
-        graph: Takes the inputs, returns the outputs.
+        graph: Takes the inputs and returns the outputs.
         inputs: Nodes of the whole graph.
         outputs: Nodes of the whole graph.
     """
@@ -88,10 +88,11 @@ class Cut:
 
 
 def cut(whole: GraphModule, layer: int) -> Cut | None:
-    """Cuts a step's graph so that what ``layer`` and those above it do to their weights is on its own.
+    """Cut off the weight gradients and updates of ``layer`` and those above it.
 
-    Returns None if nothing can be, or nothing of backward would be left to run beside it: as when every update needs
-    all gradients, because of a common norm or of a loss that is scaled.
+    Returns:
+        The pieces; None if nothing can be cut off, or if nothing of backward would be left to run beside it, as when
+        every update needs all gradients because of a common norm or a scaled loss.
     """
     nodes = [node for node in whole.graph.nodes if node.op in ("call_function", "get_attr")]
     places = _places(nodes)
@@ -113,7 +114,7 @@ def cut(whole: GraphModule, layer: int) -> Cut | None:
 
 
 def _places(nodes: Sequence[Node]) -> dict[Node, Place]:
-    """Of every operation; those that were made later have that of who uses them."""
+    """Return the task of each operation; those that passes have added inherit it from a user."""
     places: dict[Node, Place] = {}
     for node in reversed(nodes):
         place = node.meta.get(_PLACE) or next((places[user] for user in node.users if user in places), None)
@@ -123,9 +124,9 @@ def _places(nodes: Sequence[Node]) -> dict[Node, Place]:
 
 
 def _first(nodes: Sequence[Node], places: dict[Node, Place], side: set[Node], layer: int) -> set[Node]:
-    """Forward, the input gradients of the upper layers, and all that these and the side need.
+    """Return forward, the input gradients of the upper layers, and all that these and the side need.
 
-    What is taken out of a tuple goes with it.
+    Items of a tuple go with the tuple.
     """
     found: set[Node] = set()
     for node in reversed(nodes):
@@ -138,12 +139,12 @@ def _first(nodes: Sequence[Node], places: dict[Node, Place], side: set[Node], la
 
 
 def _needed_elsewhere(side: Collection[Node]) -> set[Node]:
-    """What the rest of the step, or its caller, uses."""
+    """Return the nodes that the rest of the step, or its caller, uses."""
     return {node for node in side if any(user not in side for user in node.users)}
 
 
 def _in_conflict(nodes: Sequence[Node], side: Collection[Node], first: Collection[Node]) -> set[Node]:
-    """What writes to memory that the other piece touches, or reads what that writes."""
+    """Return the nodes that write to memory that the rest uses, or use memory that the rest writes to."""
     others = [node for node in nodes if node not in side and node not in first]
     touched = {memory for node in others for memory in memories_of((node, *node.all_input_nodes))}
     written = {memory for node in others for memory in memories_of(changed_by(node))}
@@ -155,7 +156,11 @@ def _in_conflict(nodes: Sequence[Node], side: Collection[Node], first: Collectio
 
 
 def _out_of_order(nodes: Sequence[Node], first: Collection[Node]) -> bool:
-    """Whether what comes first now touches memory that something before it has written, or writes what that touches."""
+    """Return whether the first piece passes an operation that it must follow.
+
+    It does if it uses memory that an operation before it in the whole graph has written, or writes memory that such an
+    operation uses.
+    """
     touched: set[int] = set()
     written: set[int] = set()
     for node in nodes:
@@ -169,10 +174,10 @@ def _out_of_order(nodes: Sequence[Node], first: Collection[Node]) -> bool:
 
 
 def _pieces(whole: GraphModule, nodes: Sequence[Node], parts: Sequence[set[Node]]) -> list[Piece] | None:
-    """A graph for each part; None where one would change what another has made.
+    """Return a graph for each part; None if one would change what another has made.
 
-    Views of the whole graph's inputs are made in every piece that uses them: a piece that got both an input and a view
-    of it would not know that to change the one is to change the other.
+    Views of the whole graph's inputs are made in every piece that uses them. If a piece got both an input and a view of
+    it as inputs, its compiler would take them for two tensors, and a write to one would not be seen in the other.
     """
     given = {node for node in whole.graph.nodes if node.op == "placeholder"}
     own = memories_of(given)
@@ -182,19 +187,19 @@ def _pieces(whole: GraphModule, nodes: Sequence[Node], parts: Sequence[set[Node]
         tuple(dict.fromkeys(used for n in nodes if n in part for used in n.all_input_nodes if used not in part))
         for part in full
     ]
-    handed_on = [[node for node in needed if node not in given] for needed in inputs]
+    crossing = [[node for node in needed if node not in given] for needed in inputs]
     changed = {memory for node in nodes for memory in memories_of(changed_by(node))}
-    if any(is_mutable(node) or memories_of([node]) & changed for needed in handed_on for node in needed):
+    if any(is_mutable(node) or memories_of([node]) & changed for needed in crossing for node in needed):
         return None
-    wanted = {*whole.graph.output_node().all_input_nodes, *(node for needed in handed_on for node in needed)}
+    returned = {*whole.graph.output_node().all_input_nodes, *(node for needed in crossing for node in needed)}
     return [
-        _piece(whole, [node for node in nodes if node in more], needed, [n for n in nodes if n in part & wanted])
+        _piece(whole, [node for node in nodes if node in more], needed, [n for n in nodes if n in part & returned])
         for part, more, needed in zip(parts, full, inputs, strict=True)
     ]
 
 
 def _with_views(part: Collection[Node], views: Sequence[Node]) -> set[Node]:
-    """A part with the views that it uses."""
+    """Return a part with the views that it uses, and the views that these are of."""
     more = set(part)
     for view in reversed(views):
         if any(user in more for user in view.users):
@@ -213,11 +218,11 @@ def _piece(whole: GraphModule, nodes: Sequence[Node], inputs: tuple[Node, ...], 
     return Piece(GraphModule(whole, graph), inputs, tuple(outputs))
 
 
-class OnTwoStreams:
-    """A step that was cut, compiled piece by piece; called like the whole of it.
+class TwoStreams:
+    """A graph that was cut, compiled piece by piece; called like the whole graph.
 
     Args:
-        parts: The cut.
+        parts: The pieces.
         examples: Inputs of the whole graph.
         lower: Compiles a piece, given examples of its inputs.
     """
@@ -240,7 +245,7 @@ class OnTwoStreams:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, *given: torch.Tensor) -> list[Any]:
-        """Takes the step; what crosses from one piece to another lives until both streams have met again."""
+        """Run the pieces; ``side`` and ``rest`` at the same time, on a GPU."""
         parts, values = self._parts, dict(zip(self._given, given, strict=True))
         device = given[0].device
         self._run(parts.first, values)
@@ -248,6 +253,10 @@ class OnTwoStreams:
             self._run(parts.side, values)
             self._run(parts.rest, values)
         else:
+            # The two waits are a fork and a join. In a capture they become edges of the CUDA graph, and the second one
+            # is required: a capture may not end while another stream is part of it. Memory needs no record_stream():
+            # what crosses to the side stream is referenced by `values` until the main stream waits for it, and what the
+            # side piece allocates itself belongs to its own stream.
             side = self._stream = self._stream or torch.cuda.Stream(device)
             main = torch.cuda.current_stream(device)
             side.wait_stream(main)
@@ -263,6 +272,6 @@ class OnTwoStreams:
 
 
 def _like(node: Node) -> torch.Tensor:
-    """A tensor of the shape and layout that an operation gives."""
+    """Return a tensor of the shape and layout of an operation's result."""
     value: torch.Tensor = node.meta["val"]
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -1,0 +1,99 @@
+"""Gradients between backward and update, in a traced step: accumulation, loss scaling, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from gradweave._compat.eager import scaler_tensors, unscale_in_place, update_scale_in_place
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """Limits of gradients before the update.
+
+    Attributes:
+        max_norm: Of all gradients together; None for no limit.
+        max_value: Of each element; None for no limit.
+    """
+
+    max_norm: float | None = None
+    max_value: float | None = None
+
+
+@dataclass(frozen=True)
+class LossScaling:
+    """Settings of a ``torch.amp.GradScaler``, whose work a traced step does."""
+
+    growth: float
+    backoff: float
+    interval: int
+
+    @classmethod
+    def of(cls, scaler: GradScaler) -> LossScaling:
+        """Return the settings that a scaler has now."""
+        return cls(scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval())
+
+    def unscale(self, grads: Sequence[torch.Tensor | None], scale: torch.Tensor) -> torch.Tensor:
+        """Divide gradients by the scale, in place; return 1 if any was not finite, otherwise 0."""
+        present = [grad for grad in grads if grad is not None]
+        found_inf = torch.zeros(1, device=scale.device)
+        unscale_in_place(present, found_inf, scale.double().reciprocal().float())
+        return found_inf
+
+    def advance(self, scale: torch.Tensor, tracker: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """Let the scale grow or back off, in place."""
+        update_scale_in_place(scale, tracker, found_inf, self.growth, self.backoff, self.interval)
+
+
+def scaler_inputs(scaler: GradScaler | None) -> list[torch.Tensor]:
+    """Return the tensors of a scaler that a step reads and writes: its scale and its count of good steps."""
+    return [] if scaler is None else list(scaler_tensors(scaler))
+
+
+def restore_if_infinite(
+    tensors: Sequence[torch.Tensor], before: Sequence[torch.Tensor], found_inf: torch.Tensor
+) -> None:
+    """Undo an update if a gradient was not finite.
+
+    A graph has no branches: the update is computed in any case, and its result selected or dropped on the device.
+    """
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(found_inf[0] > 0, old, tensor))
+
+
+def accumulate(grads: list[torch.Tensor | None], sums: Mapping[int, torch.Tensor], *, update: bool) -> None:
+    """Add gradients to the sums of earlier micro-batches, or for an update the sums to the gradients.
+
+    Args:
+        grads: Of all parameters; those with a sum are replaced by the total for an update.
+        sums: By number of the parameter; set to zero by an update.
+        update: Whether the step updates.
+    """
+    for index, total in sums.items():
+        grad = grads[index]
+        if not update and grad is not None:
+            total.add_(grad)
+        elif update:
+            grads[index] = total.clone() if grad is None else total + grad
+            total.zero_()
+
+
+def clip(params: Sequence[torch.Tensor], grads: list[torch.Tensor | None], clipping: Clipping) -> torch.Tensor | None:
+    """Clip gradients in place as torch's utilities do; return their norm before, if it was computed."""
+    if clipping.max_norm is None and clipping.max_value is None:
+        return None
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad
+    norm = None
+    if clipping.max_norm is not None:
+        norm = nn.utils.clip_grad_norm_(params, clipping.max_norm, foreach=False)
+    if clipping.max_value is not None:
+        nn.utils.clip_grad_value_(params, clipping.max_value, foreach=False)
+    for p in params:
+        p.grad = None
+    return norm
