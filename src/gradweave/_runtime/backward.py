@@ -1,18 +1,62 @@
-"""Noticing the end of each backward, under a loop that does not tell."""
+"""The end of a backward, which autograd tells only to those who ask while it runs."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradweave._compat.eager import at_end_of_backward, current_backward
+from gradweave._compat.eager import NO_BACKWARD, at_end_of_backward, current_backward
 from gradweave.errors import GradweaveError
 
 _SEEN = "_gradweave_seen"
+
+
+class BackwardEnd:
+    """Calls back once at the end of each backward in which :meth:`note` was called.
+
+    Autograd takes callbacks only while a backward runs, and runs them on the thread that called it, before it returns.
+    It does not run them if the backward fails. A backward inside another, as reentrant checkpoints run them, has an end
+    of its own, so that several can be noted at a time.
+
+    Args:
+        ended: Called with the number of the backward that has ended.
+    """
+
+    def __init__(self, ended: Callable[[int], None]) -> None:
+        self._ended = ended
+        self._noted: set[int] = set()
+
+    def note(self) -> int:
+        """Ask for a call at the end of the backward that runs now, once; return its number."""
+        running = current_backward()
+        if running not in self._noted:
+            self._noted.add(running)
+            at_end_of_backward(partial(self._end, running))
+        return running
+
+    def _end(self, backward: int) -> None:
+        # Forgotten before the call, which may raise: the next backward then asks again.
+        self._noted.discard(backward)
+        self._ended(backward)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a backward that was noted has not ended: it is running, or has failed."""
+        return bool(self._noted)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a backward that was noted can no longer end, since none is running on this thread."""
+        return bool(self._noted) and current_backward() == NO_BACKWARD
+
+    def forget(self) -> None:
+        """Forget backwards that have failed."""
+        self._noted.clear()
 
 
 class BackwardWatch:
@@ -26,12 +70,12 @@ class BackwardWatch:
         self._ended = ended
         self._hooks: dict[int, RemovableHandle] = {}
         self._fresh: set[int] = set()
-        self._backward = -1
+        self._end = BackwardEnd(self._backward_ended)
         self._paused = False
         self._sentinel: torch.Tensor | None = None
 
     def refresh(self, params: Iterable[torch.Tensor]) -> bool:
-        """Watches those that have come in since; says whether one of them has a gradient already."""
+        """Watch parameters that are new; return whether one of them has a gradient already."""
         new = [p for p in params if p.requires_grad and id(p) not in self._hooks]
         # Autograd holds on to hooks in a way that garbage collection cannot see through.
         this = weakref.ref(self)
@@ -48,7 +92,7 @@ class BackwardWatch:
         return bool(late)
 
     def notice(self, params: Iterable[torch.Tensor]) -> bool:
-        """Looks for gradients that no backward has brought; says whether there are any, or any left over."""
+        """Look for gradients that no backward has brought; return whether there are any, or any left over."""
         self.refresh(params)
         self._fresh.update(id(p) for p in params if p.grad is not None and _mark(p.grad) != p.grad._version)
         return bool(self._fresh)
@@ -60,18 +104,15 @@ class BackwardWatch:
                 "construct its embedding with sparse=False"
             )
         self._fresh.add(id(p))
-        if self._backward != current_backward():
-            self._backward = current_backward()
-            at_end_of_backward(self._end)
+        self._end.note()
 
-    def _end(self) -> None:
-        self._backward = -1
+    def _backward_ended(self, _: int) -> None:
         if not self._paused and self._fresh:
             self._ended()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backwards inside only accumulate."""
+        """Return a context in which backwards only accumulate."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -79,13 +120,13 @@ class BackwardWatch:
             self._paused = before
 
     def take_fresh(self, params: Iterable[torch.Tensor]) -> list[int]:
-        """For each parameter whether it has had a new gradient since this was asked last."""
+        """Return, for each parameter, whether it has had a new gradient since the last call."""
         flags = [int(id(p) in self._fresh) for p in params]
         self._fresh.clear()
         return flags
 
     def remember(self, params: Iterable[torch.Tensor]) -> None:
-        """Marks gradients, to find out later whether they have been cleared, or written by somebody else."""
+        """Mark gradients, to find out later whether they were cleared, or written by other code."""
         self._sentinel = None
         for p in params:
             if p.grad is not None:
@@ -98,7 +139,7 @@ class BackwardWatch:
         return self._sentinel is None or _mark(self._sentinel.grad) is None
 
     def detach(self) -> None:
-        """Watches no longer."""
+        """Take the hooks off."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

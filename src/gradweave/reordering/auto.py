@@ -7,10 +7,11 @@ from typing import Literal
 
 import torch
 
-from gradweave._compat.eager import at_end_of_backward, current_backward, flat_leaves
+from gradweave._compat.eager import flat_leaves
 from gradweave._logging import announce
 from gradweave._runtime import ab_trial
 from gradweave._runtime.ab_trial import ABTrial, Clock, HostClock
+from gradweave._runtime.backward import BackwardEnd
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.policies import plan
@@ -41,7 +42,7 @@ class Trial:
         ways: list[Choice] = ["stock", "side_stream"]
         self._trial = ABTrial(ways, clock or HostClock(device), rules=ab_trial.RULES, each_step=True)
         self._is_in_step = False
-        self._ends_with: int | None = None
+        self._end = BackwardEnd(self._end_backward)
         self._unanswered = 0
 
     def begin_forward(self) -> None:
@@ -72,11 +73,9 @@ class Trial:
             self._trial.cancel_step()
 
     def _in_backward(self, _: torch.Tensor) -> None:
-        if self._ends_with != current_backward():
-            self._ends_with = current_backward()
-            at_end_of_backward(self._end_backward)
+        self._end.note()
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, _: int) -> None:
         if self.chosen is not None or not self._is_in_step:
             return
         self._is_in_step = False
