@@ -38,8 +38,6 @@ def columns_of(row):
         row: The class of the rows, a ``NamedTuple``.
     """
     names = (*row._fields, "width")
-    if row.__name__ == "MatrixNumbers":  # INTERIM
-        return Constants(namedtuple(row.__name__, (*names, "inputs_square", "has_outputs"))(*range(len(names)), 6, 7))
     return Constants(namedtuple(row.__name__, names)(*range(len(names))))
 
 

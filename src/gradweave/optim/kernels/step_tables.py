@@ -11,7 +11,7 @@ cut into *chunks*. Addresses are in tables of their own, since those of gradient
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,14 +25,9 @@ class LayerRow(NamedTuple):
 
     inputs: int
     """Elements of all of its input vectors."""
-    outputs: int
-    """Elements of all of its output vectors."""
     record_length: int
-    unused: int
     first_matrix: int
     matrices: int
-    unused_too: int = 0
-    padding: int = 0
 
 
 class MatrixRow(NamedTuple):
@@ -69,8 +64,6 @@ class MatrixRow(NamedTuple):
     """Number of parts of ``w``: one for each tile below another."""
     first_block: int
     blocks: int
-    first_tile: int
-    tiles: int
     has_bias: int
     is_transposed: int
     """Whether the input vector belongs to the rows."""
@@ -92,7 +85,6 @@ class BlockRow(NamedTuple):
     is_of_columns: int
     """Whether it is a stretch of ``w`` and not of ``q``."""
     start: int
-    padding: int = 0
 
 
 class ChunkRow(NamedTuple):
@@ -101,7 +93,6 @@ class ChunkRow(NamedTuple):
     tensor: int
     start: int
     end: int
-    padding: int = 0
 
 
 class LayerTensors(NamedTuple):
@@ -135,42 +126,55 @@ class FirstOrderTensors(NamedTuple):
 
 
 class BlockSums(NamedTuple):
-    """Sums of a block, in float32: scratch between two kernels."""
+    """Sums of a block, in float32: scratch that one kernel writes and the next one reads."""
 
     q_square: float
     u_q: float
+    """Product of ``u`` and ``q``."""
     u_bias: float
+    """Product of ``u`` and the bias' look-ahead gradient."""
     row_squares: float
     w_square: float
     largest: float
-    unused: float
-    padding: float
+    """Largest gradient."""
 
 
 class MatrixNumbers(NamedTuple):
-    """Numbers of a matrix, in float32: scratch between kernels."""
+    """Numbers of a matrix, in float32: scratch that kernels write for those after them."""
 
+    inputs_square: float
+    """Square of the input vector, without the bias' one."""
+    has_outputs: float
+    """Whether an earlier step has found an output vector."""
     alpha: float
     beta: float
     alpha_uq: float
+    """``alpha`` times the product of ``u`` and ``q``."""
     u_bias: float
-    removed_square: float
+    """Product of ``u`` and the bias' look-ahead gradient."""
     square: float
+    """Square of the look-ahead gradient; 0 without a gradient in this step."""
+    removed_square: float
+    """How much less the square of the direction is."""
     rest_square: float
+    """Square of ``uᵀ X`` without what the columns' side takes off."""
     twice_alpha: float
+    """What a row's square loses for each square of its element of ``q``."""
 
 
 class LayerNumbers(NamedTuple):
-    """Numbers of a layer, in float32: scratch between kernels."""
+    """Numbers of a layer, in float32: scratch that kernels write for those after them."""
 
     is_useful: float
+    """Whether its record has places, and finite sums."""
     places: float
+    """Number of places in its record; 1 if there are none."""
     has_inputs: float
-    unused: float
+    """Whether an earlier step has left input vectors."""
     scale: float
+    """Factor of the direction, if all rows have the same."""
     row_size: float
-    unused_too: float
-    padding: float
+    """Length of a row's step."""
 
 
 @dataclass(frozen=True)
@@ -330,14 +334,14 @@ def make_tables(
     draft = _Draft(sizes, shapes)
     for shape in shapes:
         draft.add_layer(shape)
-    tile_launches = draft.group_tiles()
-    chunk_launches = draft.add_chunks(first_order)
+    tiles, tile_launches = draft.tiles()
+    chunks, chunk_launches = _chunks(first_order, sizes)
     rows: dict[str, Sequence[tuple[int, ...]]] = {
         "layers": draft.layers,
         "matrices": draft.matrices,
-        "tiles": draft.tiles,
+        "tiles": tiles,
         "blocks": draft.blocks,
-        "chunks": draft.chunks,
+        "chunks": chunks,
     }
     tables = {name: torch.tensor(table or [[0]], dtype=torch.int64).to(device) for name, table in rows.items()}
     return StepTables(
@@ -352,27 +356,22 @@ def make_tables(
     )
 
 
-@dataclass
 class _Draft:
-    """Tables that are being made."""
+    """Tables of matrices that are being made."""
 
-    sizes: BlockSizes
-    shapes: Sequence[LayerShape]
-    layers: list[LayerRow] = field(default_factory=list)
-    matrices: list[MatrixRow] = field(default_factory=list)
-    tiles: list[TileRow] = field(default_factory=list)
-    blocks: list[BlockRow] = field(default_factory=list)
-    chunks: list[ChunkRow] = field(default_factory=list)
-    matrices_of: dict[int, Range] = field(default_factory=dict)
-    blocks_of: dict[int, Range] = field(default_factory=dict)
-    vector_elements: int = 0
-
-    def __post_init__(self) -> None:
-        elements = sum(shape.matrices * shape.rows * shape.columns for shape in self.shapes)
-        enough = elements // (self.sizes.rows * self.sizes.columns * _TARGET_TILES)
-        self.has_left = any(shape.has_outputs or shape.is_transposed for shape in self.shapes)
-        self._max_repeats = min(self.sizes.max_repeats, max(enough, 2))
-        self._alike: dict[tuple[int, bool, int, int], list[int]] = {}
+    def __init__(self, sizes: BlockSizes, shapes: Sequence[LayerShape]) -> None:
+        self.layers: list[LayerRow] = []
+        self.matrices: list[MatrixRow] = []
+        self.blocks: list[BlockRow] = []
+        self.matrices_of: dict[int, Range] = {}
+        self.blocks_of: dict[int, Range] = {}
+        self.vector_elements = 0
+        self.has_left = any(shape.has_outputs or shape.is_transposed for shape in shapes)
+        elements = sum(shape.matrices * shape.rows * shape.columns for shape in shapes)
+        repeats = elements // (sizes.rows * sizes.columns * _TARGET_TILES)
+        self._max_repeats = min(sizes.max_repeats, max(repeats, 2))
+        self._sizes = sizes
+        self._tiles: dict[tuple[int, bool, int, int], list[TileRow]] = {}
 
     def add_layer(self, shape: LayerShape) -> None:
         """Add a layer, its matrices, and their blocks and tiles; layers of one parameter group come in a row."""
@@ -384,9 +383,7 @@ class _Draft:
         self.layers.append(
             LayerRow(
                 inputs=shape.matrices * inputs,
-                outputs=shape.matrices * outputs,
                 record_length=shape.matrices * inputs + 1,
-                unused=0,
                 first_matrix=first_matrix,
                 matrices=shape.matrices,
             )
@@ -395,7 +392,7 @@ class _Draft:
         _extend(self.blocks_of, shape.group_index, first_block, len(self.blocks))
 
     def _add_matrix(self, group: int, shape: LayerShape, inputs: int, outputs: int) -> None:
-        number, rows, columns, sizes = len(self.matrices), shape.rows, shape.columns, self.sizes
+        number, rows, columns, sizes = len(self.matrices), shape.rows, shape.columns, self._sizes
         is_narrow = columns <= sizes.narrow_columns
         rows_at_once, tile_columns = (
             (sizes.narrow_rows, sizes.narrow_columns) if is_narrow else (sizes.rows, sizes.columns)
@@ -436,49 +433,43 @@ class _Draft:
                 w_parts=w_parts,
                 first_block=len(self.blocks),
                 blocks=len(blocks),
-                first_tile=len(self.tiles),
-                tiles=len(tiles),
                 has_bias=int(shape.has_bias),
                 is_transposed=int(shape.is_transposed),
             )
         )
         self.blocks += blocks
-        self.tiles += tiles
-        # Rows of four elements begin at multiples of 16 bytes, the widest read, if the first one does.
+        # Rows of a multiple of four elements begin at multiples of 16 bytes, the widest access, if the first one does.
         is_aligned = shape.is_aligned and columns % 4 == 0
-        self._alike.setdefault((shape.group_index, is_aligned, rows_at_once, tile_columns), []).append(number)
+        self._tiles.setdefault((shape.group_index, is_aligned, rows_at_once, tile_columns), []).extend(tiles)
 
     def _reserve(self, size: int) -> int:
         """Return the offset of so many new elements in the scratch buffer of vectors."""
         start, self.vector_elements = self.vector_elements, self.vector_elements + size
         return start
 
-    def group_tiles(self) -> tuple[TileLaunch, ...]:
-        """Sort tiles by what one launch has in common."""
-        unsorted, self.tiles = self.tiles, []
+    def tiles(self) -> tuple[list[TileRow], tuple[TileLaunch, ...]]:
+        """Return all tiles, sorted by launches."""
+        tiles: list[TileRow] = []
         launches = []
-        for (group_index, is_aligned, rows, columns), members in sorted(self._alike.items()):
-            first = len(self.tiles)
-            for number in members:
-                matrix = self.matrices[number]
-                self.matrices[number] = matrix._replace(first_tile=len(self.tiles))
-                self.tiles += unsorted[matrix.first_tile : matrix.first_tile + matrix.tiles]
-            tiles = Range(first, len(self.tiles) - first)
-            launches.append(TileLaunch(group_index, is_aligned, tiles, rows, columns))
-        return tuple(launches)
+        for (group_index, is_aligned, rows, columns), members in sorted(self._tiles.items()):
+            launches.append(TileLaunch(group_index, is_aligned, Range(len(tiles), len(members)), rows, columns))
+            tiles += members
+        return tiles, tuple(launches)
 
-    def add_chunks(self, shapes: Sequence[FirstOrderShape]) -> tuple[ChunkLaunch, ...]:
-        """Add the chunks of parameters without vectors."""
-        alike: dict[tuple[int, bool], list[ChunkRow]] = {}
-        for number, shape in enumerate(shapes):
-            chunks = alike.setdefault((shape.group_index, shape.is_aligned and shape.elements % 4 == 0), [])
-            for start in range(0, shape.elements, self.sizes.flat):
-                chunks.append(ChunkRow(number, start, min(start + self.sizes.flat, shape.elements)))
-        launches = []
-        for (group_index, is_aligned), chunks in sorted(alike.items()):
-            launches.append(ChunkLaunch(group_index, is_aligned, Range(len(self.chunks), len(chunks))))
-            self.chunks += chunks
-        return tuple(launches)
+
+def _chunks(shapes: Sequence[FirstOrderShape], sizes: BlockSizes) -> tuple[list[ChunkRow], tuple[ChunkLaunch, ...]]:
+    """Return the chunks of parameters without vectors, sorted by launches."""
+    alike: dict[tuple[int, bool], list[ChunkRow]] = {}
+    for number, shape in enumerate(shapes):
+        members = alike.setdefault((shape.group_index, shape.is_aligned and shape.elements % 4 == 0), [])
+        for start in range(0, shape.elements, sizes.flat):
+            members.append(ChunkRow(number, start, min(start + sizes.flat, shape.elements)))
+    chunks: list[ChunkRow] = []
+    launches = []
+    for (group_index, is_aligned), members in sorted(alike.items()):
+        launches.append(ChunkLaunch(group_index, is_aligned, Range(len(chunks), len(members))))
+        chunks += members
+    return chunks, tuple(launches)
 
 
 def _extend(ranges: dict[int, Range], group_index: int, first: int, end: int) -> None:

@@ -79,7 +79,6 @@ class PartRow(NamedTuple):
     """Number of places that is added too; 0 for the part that does not count them."""
     places_at: int
     """Element in the record that counts places."""
-    padding: int = 0
 
 
 class PartProgramRow(NamedTuple):
