@@ -1,4 +1,4 @@
-"""``python -m gradweave``: the command line where the package is not installed."""
+"""``python -m gradweave``: the command line of a package that need not be installed."""
 
 from __future__ import annotations
 

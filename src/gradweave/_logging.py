@@ -1,4 +1,4 @@
-"""What gradweave says to the user while it works: through one logger, on one rank, once."""
+"""Messages to the user: through one logger, on one rank, once each."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import os
 from functools import cache
 
 logger = logging.getLogger("gradweave")
-"""Silent until the application configures logging, as is the custom for libraries."""
+"""Silent until the application configures logging, as usual for libraries."""
 
 
 def announce(message: str, *, level: int = logging.INFO) -> None:
-    """Logs a message the first time it is given in this process, on rank 0 only.
+    """Log a message the first time it is given in this process, on rank 0 only.
 
-    The rank is ``RANK`` of the environment, as torchrun sets it; without it this is rank 0.
+    The rank is ``RANK`` of the environment, as set by torchrun; without it, this process is rank 0.
     """
     if _is_first_rank():
         _log_once(message, level)
 
 
 def report(message: str) -> None:
-    """Logs how far something is that takes long, on rank 0 only."""
+    """Log the progress of a long task, every time, on rank 0 only."""
     if _is_first_rank():
         logger.info(message)
 

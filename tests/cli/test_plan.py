@@ -59,4 +59,4 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_measuring(run, tmp
     (tmp_path / "costs.json").mkdir()
     status, out, err = run("--model", "autoencoder", "--out", str(tmp_path))
     assert (status, out) == (2, "")
-    assert err == f"error: --out='{tmp_path}': costs.json in it is a folder; give another\n"
+    assert err == f"error: --out='{tmp_path}': costs.json in it is a folder; give another folder\n"

@@ -1,11 +1,11 @@
 import pytest
 
-from gradweave.cli.tables import bytes_text, print_results, seconds_text
+from gradweave.cli.tables import bytes_text, counted, print_results, seconds_text
 from gradweave.schedule import Costs, plan, single
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.0, "0 us"), (3.2e-6, "3.2 us"), (0.0125, "12.5 ms"), (1.0, "1 s"), (126.0, "126 s")]
+    ("seconds", "text"), [(0.0, "0 s"), (3.2e-6, "3.2 us"), (0.0125, "12.5 ms"), (1.0, "1 s"), (126.0, "126 s")]
 )
 def test_seconds(seconds, text):
     assert seconds_text(seconds) == text
@@ -28,3 +28,11 @@ def test_a_narrow_terminal_keeps_every_column(monkeypatch, capsys):
         assert sum(line.split()[:1] == [policy] for line in lines) == 1
     heads = next(line for line in lines if "policy" in line)
     assert heads.split() == ["policy", "step", "speed-up", "makespan", "peak", "idle", "exposed"]
+
+
+def test_counted_things_have_their_plural():
+    assert [counted(1, "layer"), counted(0, "layer"), counted(3, "micro-batch")] == [
+        "1 layer",
+        "0 layers",
+        "3 micro-batches",
+    ]

@@ -32,7 +32,7 @@ def test_a_timeline_in_the_simulators_form(monkeypatch):
     assert timeline.lanes == (("cpu main", "cpu"),)
     assert [span.task.kind for span in timeline.spans if span.task.step == 0] == [Kind.F, Kind.X, Kind.U]
     update = next(span for span in timeline.spans if span.task.kind is Kind.U)
-    assert update.task.layer == 3
+    assert (update.task.layer, update.task.note) == (3, "bucket")
     assert update.start == pytest.approx(0.004)
     assert update.end == pytest.approx(0.008)
     for before, after in zip(timeline.spans, timeline.spans[1:], strict=False):

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradweave.compare.results import Comparison, Result, Steps
+from gradweave.compare.comparison import Comparison, Steps
+from gradweave.compare.results import Result
 from gradweave.compare.statistics import Ratio
 from gradweave.compare.trial import Setting
 from gradweave.compare.workloads import WORKLOADS
@@ -85,7 +86,8 @@ def test_what_is_not_finite_is_said_and_is_never_near(losses, message):
 def test_rules_are_compared_at_their_rates_which_nobody_tuned():
     said = verdict(row("eva", 0.3, lr=0.04, losses=(0.5,) * 10))
     assert (
-        "after 10 steps fused is at a loss of 1 (adamw, lr 0.01), by another rule eva 0.5 (lr 0.04, at 1.000x" in said
+        "after 10 steps fused has a loss of 1 (adamw, lr 0.01) and, by another rule, eva 0.5 (lr 0.04, at 1.000x"
+        in said
     )
-    assert "none tuned for this" in said
+    assert "none was tuned for this" in said
     assert "No mode that trains by the same rule is faster" in verdict(row("eva", 0.3), row("forward"))

@@ -11,13 +11,14 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Runs the command line; Ctrl-C ends it without a word from the first moment on, while it is still loading."""
-    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if is_usual:
+    """Run the command line; Ctrl-C ends it silently, even while it is still loading."""
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_default:
+        # A KeyboardInterrupt during imports would end in a traceback of this or that library.
         signal.signal(signal.SIGINT, _leave)
     from gradweave.cli.app import main as run
 
-    if is_usual:
+    if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         run()

@@ -12,7 +12,7 @@ import typer
 
 from gradweave import __version__
 from gradweave.cli.compare import compare_command
-from gradweave.cli.plan import plan_command
+from gradweave.cli.plan import PLAN_EPILOG, plan_command
 from gradweave.cli.simulate import simulate_app
 from gradweave.errors import GradweaveError
 
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("compare")(compare_command)
-app.command("plan")(plan_command)
+app.command("plan", epilog=PLAN_EPILOG)(plan_command)
 app.add_typer(simulate_app, name="simulate")
 
 
@@ -47,8 +47,8 @@ def _root(
 
 
 def main() -> None:
-    """Runs the command line; what the user got wrong is one line on stderr and exit status 2."""
-    os.environ["MPLBACKEND"] = "agg"  # pictures only go to files; what a notebook or a shell sets need not exist here
+    """Run the command line; a user's mistake is one line on stderr and exit status 2."""
+    os.environ["MPLBACKEND"] = "agg"  # pictures only go to files; the backend of a notebook need not exist here
     try:
         status = app(standalone_mode=False)
         sys.stdout.flush()
@@ -60,26 +60,26 @@ def main() -> None:
         _drop_output()
         sys.exit(1)
     except Exception as error:
-        if type(error).__name__ == "Abort":  # what click makes of Ctrl-C
+        if type(error).__name__ == "Abort":  # click turns Ctrl-C into it
             sys.exit(INTERRUPTED)
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             _drop_output()
             _fail(f"cannot write{f' {error.filename}' if error.filename else ''}: {error.strerror}")
-        # Typer may or may not bring its own copy of click: know its usage errors by what they can do.
-        described = getattr(error, "format_message", None)
-        if described is None:
+        # Typer may or may not bring its own copy of click: its usage errors are recognised by their method.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
             raise
-        _fail(_with_value(error, described()))
+        _fail(_with_value(error, format_message()))
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _drop_output() -> None:
-    """What is still in the buffer cannot be written; Python would try, and complain, once more at its end."""
+    """Redirect stdout to nowhere: at exit Python would try to write the rest of the buffer, and complain once more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _with_value(error: Exception, message: str) -> str:
-    """A usage error's message with the value that was given, which click leaves out."""
+    """Return a usage error's message with the given value, which click leaves out."""
     names = getattr(getattr(error, "param", None), "opts", ())
     for name, value in pairwise(sys.argv):
         if name in names and value not in message:

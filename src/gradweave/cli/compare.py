@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.box import SIMPLE
@@ -30,7 +30,9 @@ from gradweave.cli.settings import (
 from gradweave.cli.tables import bytes_text
 
 if TYPE_CHECKING:
-    from gradweave.compare.results import Comparison, Result
+    from gradweave.compare.comparison import Comparison
+    from gradweave.compare.results import Result
+    from gradweave.compare.variants import Mode
 
 _FILES = ("report.html", "figures.json", "step-times.png", "losses.png", "timelines.png", "timelines.json")
 _DEFAULT_MODES = "loop,backward,forward,auto"
@@ -43,16 +45,16 @@ def compare_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = None,
     steps: Annotated[int, typer.Option(help="Timed steps of each mode.")] = 100,
-    modes: Annotated[str, typer.Option(help=f"Of {', '.join(MODES)}; comma-separated.")] = _DEFAULT_MODES,
+    modes: Annotated[str, typer.Option(help=f"Comma-separated: {', '.join(MODES)}.")] = _DEFAULT_MODES,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate of --optimizer; one that suits it and the model if absent.")
+        float | None, typer.Option(help="Learning rate of --optimizer (default: one that suits it and the model).")
     ] = None,
     eva_lr: Annotated[
-        float | None, typer.Option(help="Learning rate of eva, eva_f and eva_s; their own defaults if absent.")
+        float | None, typer.Option(help="Learning rate of eva, eva_f and eva_s (default: their own).")
     ] = None,
     max_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for report.html, pictures and figures as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for report.html, pictures and figures (JSON).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Train the same model on the same data, stock and woven, and compare."""
     if out is not None:
@@ -66,9 +68,9 @@ def compare_command(
     if max_norm is not None and modes == _DEFAULT_MODES:
         names.remove("backward")
     with share_done(quiet=as_json) as progress, fits_in_memory(setting):
-        result = compare(setting, names, steps=steps, progress=progress)
+        result = compare(setting, cast("list[Mode]", names), steps=steps, progress=progress)
     command = shlex.join(["gradweave", *sys.argv[1:]])
-    # What was measured is shown before anything can go wrong with files.
+    # Measurements are shown before anything can go wrong with files.
     if as_json:
         print(json.dumps({"command": command, **result.as_dict()}, allow_nan=False))
     else:
@@ -85,7 +87,7 @@ def compare_command(
 
 
 def _print(result: Comparison) -> None:
-    """A row per mode, what the woven ones do, and the verdict."""
+    """Print a row per mode, a line on each of gradweave's modes, and the verdict."""
     from gradweave.compare.variants import OTHER_RULES, WOVEN
 
     has_memory = result.setting.device.type == "cuda"
@@ -104,7 +106,9 @@ def _print(result: Comparison) -> None:
     for row in result.results:
         if row.label in (*WOVEN, "pipeline", *OTHER_RULES):
             console.print(f"{row.label}: {row.description}", highlight=False, markup=False)
-    console.print(f"\n{result.verdict}", highlight=False, markup=False)
+    console.print()
+    for finding in result.findings:
+        console.print(f"- {finding}", highlight=False, markup=False)
 
 
 def _cells(row: Result, has_memory: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""Names that help texts list, where asking for them would load torch; tests hold them against the real ones."""
+"""Names listed in help texts, repeated here since importing their definitions loads torch; tests compare both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``gradweave plan``: what a model's tasks cost on this machine, and what schedules would make of them."""
+"""``gradweave plan``: measured costs of a model's tasks, and the step times that schedules would give."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ from gradweave.cli.tables import print_results, seconds_text
 if TYPE_CHECKING:
     from gradweave.schedule import Timeline
 
+PLAN_EPILOG = (
+    "On a GPU, the overlap of weight gradients with other tasks is measured too. A CPU has no second stream: there, "
+    "the figures show the effect of order alone."
+)
 _BLOCKS, _STEPS = 5, 4
 _FILES = ("costs.json", "timelines.png", "predicted-and-measured.png")
 
@@ -40,11 +44,7 @@ def plan_command(
         Path | None, typer.Option(help="Folder for costs.json, timelines.png and predicted-and-measured.png.")
     ] = None,
 ) -> None:
-    """Measure the tasks of a training step and predict what each schedule would make of them.
-
-    On a GPU it is also measured how weight gradients run beside other tasks. On a CPU they have nothing to run
-    beside: the figures are what reordering alone can do.
-    """
+    """Measure the tasks of a training step and predict its time under each schedule."""
     if out is not None:
         make_folder(out, _FILES)
     from gradweave.compare.planned import measure_planned
@@ -57,7 +57,7 @@ def plan_command(
     from gradweave.schedule.policies import policies_for
 
     setting = make_setting(model, optimizer, batch, dtype, device)
-    stock = baseline_of(optimizer)
+    stock = baseline_of(setting.optimizer)
     with share_done(quiet=False) as progress, fits_in_memory(setting):
         trial, batches = Trial(stock, stock, setting), make_batches(setting)
         progress("timing stock steps", 0.0)
@@ -66,7 +66,7 @@ def plan_command(
             trial.run_block(batches, _STEPS, timed=True)
         costs = measure_costs(trial.model, trial.loss, trial.variant.optimizer, batches[0], progress=progress)
         if out is not None:
-            progress("recording what is carried out", 0.9)
+            progress("recording schedules", 0.9)
             measured = measure_planned(trial, batches, costs)
     graph = single(costs, steps=2)
     schedules = [plan(graph, policy=policy.name) for policy in policies_for(graph.family)]
@@ -78,7 +78,7 @@ def plan_command(
         f"({in_order / stock_time - 1:+.0%})"
     )
     if setting.device.type != "cuda":
-        typer.echo("a CPU has no second stream: equal speed-ups are what there is to expect here, not a fault")
+        typer.echo("a CPU has no second stream: no schedule is expected to be faster here")
     if out is not None:
         with writing(out):
             costs.save(out / "costs.json")
@@ -91,12 +91,12 @@ def plan_command(
 
 
 def _on(device: str, timeline: Timeline) -> Timeline:
-    """With lanes named after a CPU where that is what was measured; graphs call every device a GPU."""
+    """Return a timeline whose lanes are named after the measured device; graphs call every device a GPU."""
     if device == "cuda":
         return timeline
 
-    def named(lane: str) -> str:
+    def renamed(lane: str) -> str:
         return lane.replace("gpu0", "cpu")
 
-    spans = tuple(span._replace(lane=named(span.lane)) for span in timeline.spans)
-    return replace(timeline, spans=spans, lanes=tuple((named(lane), on) for lane, on in timeline.lanes))
+    spans = tuple(span._replace(lane=renamed(span.lane)) for span in timeline.spans)
+    return replace(timeline, spans=spans, lanes=tuple((renamed(lane), on) for lane, on in timeline.lanes))

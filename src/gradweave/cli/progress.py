@@ -1,4 +1,4 @@
-"""What is going on, on stderr: a bar on a terminal, plain lines elsewhere."""
+"""Progress on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-Told = Callable[[str, float], None]
+Progressed = Callable[[str, float], None]
+"""Called with the current activity and the share that is done."""
 _REFRESH_SECONDS = 0.1
 _FIRST_LINE_SECONDS = 3.0
 _LONGEST_WAIT_SECONDS = 60.0
 _SHARE_OF_WAIT = 0.1
-"""How much of the time gone by passes until the next plain line."""
+"""Time until the next plain line, as a share of the time gone by."""
+_LEAST_SHARE = 0.03
+"""Share of the work that must be done before the time left is estimated: the first steps warm up."""
 
 
 @contextmanager
 def progress(names: Sequence[str], doing: str, *, quiet: bool) -> Iterator[Iterator[str]]:
-    """Goes through ``names`` and says on stderr which one is under way."""
+    """Iterate over ``names`` and show on stderr which one is under way."""
     on_terminal = sys.stderr.isatty()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     lines = _Heartbeat(doing, len(names))
@@ -45,22 +48,22 @@ def progress(names: Sequence[str], doing: str, *, quiet: bool) -> Iterator[Itera
 
 
 @contextmanager
-def share_done(*, quiet: bool) -> Iterator[Told]:
-    """Gives what is to be told what is going on, and the share that is done; stderr shows both.
+def share_done(*, quiet: bool) -> Iterator[Progressed]:
+    """Yield a function that shows the current activity and the share that is done.
 
-    There is no thread in it: what is measured meanwhile can depend on whether there are any.
+    It runs no thread, which could disturb the times that are measured meanwhile.
     """
     if quiet:
         yield lambda *_: None
     elif sys.stderr.isatty():
-        with _bar() as told:
-            yield told
+        with _bar() as show:
+            yield show
     else:
         yield PlainLines()
 
 
 @contextmanager
-def _bar() -> Iterator[Told]:
+def _bar() -> Iterator[Progressed]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -71,7 +74,7 @@ def _bar() -> Iterator[Told]:
         task = bar.add_task("preparing", total=1.0)
         shown, text = 0.0, ""
 
-        def told(doing: str, done: float) -> None:
+        def show(doing: str, done: float) -> None:
             nonlocal shown, text
             bar.update(task, description=doing, completed=done)
             now = time.monotonic()
@@ -79,11 +82,11 @@ def _bar() -> Iterator[Told]:
                 shown, text = now, doing
                 bar.refresh()
 
-        yield told
+        yield show
 
 
 class PlainLines:
-    """A line when something else begins, and one now and then while it goes on, with an estimate of what is left.
+    """Prints a line when another activity begins, and now and then while it lasts, with an estimate of the time left.
 
     Args:
         now: The clock.
@@ -96,19 +99,20 @@ class PlainLines:
         self._activity = ""
 
     def __call__(self, doing: str, done: float) -> None:
-        """Says what is going on, if it is time to."""
+        """Print the current activity, if a line is due."""
+        # "round 7 of 20" is the same activity as "round 6 of 20".
         now, activity = self._now(), re.sub(r"\d+", "", doing)
         if activity == self._activity and now < self._next:
             return
         gone = now - self._began
         self._activity = activity
         self._next = now + min(_LONGEST_WAIT_SECONDS, max(_FIRST_LINE_SECONDS, _SHARE_OF_WAIT * gone))
-        left = f", about {_duration(gone / done * (1 - done))} left" if done > 0 and gone >= 1 else ""
+        left = f", about {_duration(gone / done * (1 - done))} left" if done >= _LEAST_SHARE and gone >= 1 else ""
         print(f"{doing}, {done:.0%} done{left}", file=sys.stderr, flush=True)
 
 
 class _Heartbeat:
-    """A line now and then about which of several is under way, from a thread of its own."""
+    """Prints a line now and then about the item under way, from a thread of its own."""
 
     def __init__(self, doing: str, count: int) -> None:
         self._doing, self._count = doing, count
@@ -136,7 +140,7 @@ class _Heartbeat:
 
 
 def _duration(seconds: float) -> str:
-    """A length of time as one says it."""
+    """Return a duration in seconds, minutes or hours."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     if seconds < 90 * 60:

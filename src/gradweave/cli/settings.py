@@ -1,4 +1,4 @@
-"""What to train, as commands are told it."""
+"""Options that say what to train, shared by commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     import torch
 
     from gradweave.compare.trial import Setting
+    from gradweave.compare.variants import OptimizerName
 
 _LIBRARIES = ("torchvision", "timm", "transformers")
 
 ModelOption = Annotated[
     str,
     typer.Option(
-        help=f"{', '.join(MODELS)}; package.module:factory, from the current folder too; or torchvision:, timm: or "
-        "transformers: and a name."
+        help=f"{', '.join(MODELS)}; package.module:factory (the current folder is searched too); or a name after "
+        "torchvision:, timm: or transformers:."
     ),
 ]
 OptimizerOption = Annotated[str, typer.Option(help=f"{', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}.")]
-BatchOption = Annotated[int | None, typer.Option(help="Samples per step; the model's own default if absent.")]
-DtypeOption = Annotated[str, typer.Option(help="float32, or bfloat16 by autocast.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda; cuda if there is one.")]
+BatchOption = Annotated[int | None, typer.Option(help="Samples per step (default: the model's own).")]
+DtypeOption = Annotated[str, typer.Option(help="float32, or bfloat16 (by autocast).")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")]
 
 
 def make_setting(
@@ -44,7 +45,7 @@ def make_setting(
     lr: float | None = None,
     other_lr: float | None = None,
 ) -> Setting:
-    """A setting from what was given; raises where it makes no sense, before torch is loaded where that can be."""
+    """Return the setting of some options; mistakes are raised before torch is loaded where possible."""
     if dtype not in DTYPES:
         raise ArgumentError("--dtype", dtype, f"use one of {', '.join(DTYPES)}")
     if dtype == "float16":
@@ -61,12 +62,19 @@ def make_setting(
     workload = find_workload(model)
     samples = workload.default_batch if batch is None else batch
     return Setting(
-        workload, optimizer, samples, _device(device), getattr(torch, dtype), max_norm, lr=lr, other_lr=other_lr
+        workload,
+        cast("OptimizerName", optimizer),
+        samples,
+        _device(device),
+        getattr(torch, dtype),
+        max_norm,
+        lr=lr,
+        other_lr=other_lr,
     )
 
 
 def _find_local_modules() -> None:
-    """Lets the current folder's modules be imported, as ``python -m`` does and a console script does not."""
+    """Make the current folder's modules importable, as with ``python -m``; for console scripts they are not."""
     here = str(Path.cwd())
     if not {"", here} & set(sys.path):
         sys.path.insert(0, here)
@@ -74,7 +82,7 @@ def _find_local_modules() -> None:
 
 @contextmanager
 def fits_in_memory(setting: Setting) -> Iterator[None]:
-    """Context in which running out of memory is an error of the batch's size."""
+    """Report running out of memory in the body as an error of the batch size."""
     from gradweave.compare.model_errors import is_out_of_memory
 
     try:
@@ -86,7 +94,7 @@ def fits_in_memory(setting: Setting) -> Iterator[None]:
 
 
 def make_folder(out: Path, names: Iterable[str]) -> None:
-    """Makes the folder that results go to, and sees that they can be written, before any work is done for them."""
+    """Make the folder for results, and raise ArgumentError unless they can be written, before any work is done."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out) as probe:
@@ -95,12 +103,12 @@ def make_folder(out: Path, names: Iterable[str]) -> None:
         raise ArgumentError("--out", str(out), f"cannot be written to: {error.strerror}") from None
     for name in names:
         if (out / name).is_dir():
-            raise ArgumentError("--out", str(out), f"{name} in it is a folder; give another")
+            raise ArgumentError("--out", str(out), f"{name} in it is a folder; give another folder")
 
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Context in which a file that cannot be written is an error of the folder."""
+    """Report files that cannot be written in the body as an error of the folder."""
     try:
         yield
     except OSError as error:

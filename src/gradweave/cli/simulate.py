@@ -1,4 +1,4 @@
-"""``gradweave simulate``: schedules on devices that need not exist, as numbers and a picture."""
+"""``gradweave simulate``: schedules on devices that need not exist, in numbers and pictures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from gradweave.cli.progress import progress
-from gradweave.cli.tables import print_results
+from gradweave.cli.tables import counted, print_results
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.schedule import (
     Costs,
@@ -31,16 +31,16 @@ from gradweave.schedule.networks import NETWORKS
 from gradweave.schedule.output import check_ending
 from gradweave.schedule.policies import policies_for
 
-simulate_app = typer.Typer(help="Simulate schedules and compare them.", no_args_is_help=True)
+simulate_app = typer.Typer(help="Simulate schedules, on any number of devices, and compare them.", no_args_is_help=True)
 
 _MOST_STEPS = 256
 _MOST_TASKS = 200_000
-"""A policy schedules some ten thousand tasks a second; those that search take longer."""
+"""About ten thousand tasks are scheduled per second, fewer by policies that search."""
 
 
 def _policy_option(family: Family) -> Any:
     names = ", ".join(policy.name for policy in policies_for(family))
-    return typer.Option("--policy", help=f'{names}; comma-separated, or "all" that fit.')
+    return typer.Option("--policy", help=f'Comma-separated, or "all": {names}.')
 
 
 NetworkOption = Annotated[
@@ -69,7 +69,7 @@ def simulate_single(
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """One device: when weight gradients and updates run."""
+    """One device: order of weight gradients and updates."""
     costs = _costs(network, layers, batch, default_batch=32)
     _check_size(costs, steps=steps)
     graph = single(costs, steps=steps, next_forward=next_forward)
@@ -87,7 +87,7 @@ def simulate_data_parallel(
     steps: StepsOption = 6,
     next_forward: NextForwardOption = True,
     bucket_bytes: BucketOption = None,
-    k: Annotated[int | None, typer.Option(help="Layers that reverse_first_k reverses; searched if absent.")] = None,
+    k: Annotated[int | None, typer.Option(help="Layers that reverse_first_k reverses (default: searched).")] = None,
     byte_budget: BudgetOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,
@@ -117,8 +117,8 @@ def simulate_pipeline(
     steps: StepsOption = 1,
     next_forward: NextForwardOption = False,
     chunks: Annotated[int | None, typer.Option(help="Runs of layers per device, for interleaved.")] = None,
-    group: Annotated[int | None, typer.Option(help="Layers dealt out together, for modulo.")] = None,
-    max_in_flight: Annotated[int | None, typer.Option(help="Most micro-batches under way at once.")] = None,
+    group: Annotated[int | None, typer.Option(help="Neighbouring layers that stay together, for modulo.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="Most micro-batches in flight at once.")] = None,
     byte_budget: BudgetOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,
@@ -147,19 +147,19 @@ def simulate_daso(
     nodes: Annotated[int, typer.Option(help="Number of nodes.")] = 4,
     local_ranks: Annotated[int, typer.Option("--local-ranks", "--devices", help="Devices per node.")] = 4,
     link: LinkOption = "200Gbit/s,10us",
-    local_link: Annotated[str, typer.Option(help="Link inside a node, written as --link.")] = "300GB/s,2us",
-    steps: Annotated[int | None, typer.Option(help="Complete training steps; enough, if absent.")] = None,
+    local_link: Annotated[str, typer.Option(help="Link inside a node, in the form of --link.")] = "300GB/s,2us",
+    steps: Annotated[int | None, typer.Option(help="Complete training steps (default: as many as needed).")] = None,
     next_forward: NextForwardOption = True,
     every: Annotated[int | None, typer.Option(help="Steps between exchanges of daso.")] = None,
-    wait: Annotated[int | None, typer.Option(help="Steps until an exchange is merged by daso.")] = None,
-    payload: Annotated[str | None, typer.Option(help="What daso sends weights as: float32, bfloat16.")] = None,
+    wait: Annotated[int | None, typer.Option(help="Steps from an exchange of daso to its merge.")] = None,
+    payload: Annotated[str | None, typer.Option(help="Type of exchanged weights: float32 or bfloat16.")] = None,
     bucket_bytes: BucketOption = None,
-    k: Annotated[int | None, typer.Option(help="Layers that reverse_first_k reverses; searched if absent.")] = None,
+    k: Annotated[int | None, typer.Option(help="Layers that reverse_first_k reverses (default: searched).")] = None,
     byte_budget: BudgetOption = None,
     out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Nodes of devices: exchange between nodes now and then."""
+    """Nodes of devices that exchange weights every few steps."""
     costs, between = _costs(network, layers, batch, default_batch=64), Link.parse(link)
     if steps is None:
         steps = _steps_to_steady_state(costs, between, nodes, every, wait)
@@ -180,38 +180,39 @@ def simulate_daso(
 def _costs(name: str, layers: int | None, batch: int | None, default_batch: int) -> Costs:
     is_file = name.endswith(".json")
     if batch is not None and (name == "uniform" or is_file):
-        raise ArgumentError("--batch", batch, f"goes with a known network; {name} has costs of its own")
+        raise ArgumentError("--batch", batch, f"is for known networks; {name} has costs of its own")
     if layers is not None and layers > _MOST_TASKS:
         raise ArgumentError("--layers", layers, f"give at most {_MOST_TASKS:,}")
     if name == "uniform":
         return Costs.uniform(24 if layers is None else layers)
     if layers is not None:
-        raise ArgumentError("--layers", layers, f'goes with "--network uniform"; {name} has its own')
+        raise ArgumentError("--layers", layers, f'is for "--network uniform"; {name} has its own')
     return Costs.load(name) if is_file else network(name, batch=default_batch if batch is None else batch)
 
 
 def _tasks(costs: Costs, steps: int, microbatches: int) -> int:
-    """About how many tasks a graph has: three of each layer and micro-batch, an update and a message of each layer."""
+    """Return about how many tasks a graph has: three per layer and micro-batch, an update and a message per layer."""
     return len(costs.layers) * steps * (3 * microbatches + 2)
 
 
 def _check_size(costs: Costs, *, steps: int, microbatches: int = 1) -> None:
-    """Refuses what would be simulated for hours, before it is even listed."""
+    """Raise ArgumentError for graphs that would take hours to simulate, before they are built."""
     if _tasks(costs, steps, microbatches) <= _MOST_TASKS:
         return
     layers = len(costs.layers)
     if microbatches > steps:
         most = (_MOST_TASKS // (layers * max(1, steps)) - 2) // 3
-        argument, value, others = "--microbatches", microbatches, f"{layers} layers and {steps} step(s)"
+        argument, value, others = "--microbatches", microbatches, counted(steps, "step")
     else:
         most = _MOST_TASKS // (layers * (3 * max(1, microbatches) + 2))
-        argument, value, others = "--steps", steps, f"{layers} layers and {microbatches} micro-batch(es)"
+        argument, value, others = "--steps", steps, counted(microbatches, "micro-batch")
+    reason = f"gives too many tasks to simulate with {counted(layers, 'layer')} and {others}"
     limit = f"give at most {most:,}" if most > 0 else "use a network of fewer layers"
-    raise ArgumentError(argument, value, f"is too many tasks to simulate with {others}: {limit}")
+    raise ArgumentError(argument, value, f"{reason}; {limit}")
 
 
 def _steps_to_steady_state(costs: Costs, link: Link, nodes: int, every: int | None, wait: int | None) -> int:
-    """Steps after which exchanges that outrun the link have caught up with their merges."""
+    """Return the steps after which exchanges that outrun the link have caught up with their merges."""
     every, wait = 4 if every is None else max(1, every), 1 if wait is None else max(0, wait)
     backlog = link.all_reduce_seconds(costs.parameter_bytes, nodes) / every - costs.compute_seconds
     catching_up = wait * costs.compute_seconds / backlog if backlog > 0 else 0.0
@@ -227,7 +228,7 @@ def _simulate(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Applies each policy with the options it takes, and shows the results side by side."""
+    """Apply each policy with the options it takes, and show the results side by side."""
     if out is not None:
         check_ending(out)
     if byte_budget is not None and byte_budget <= 0:
@@ -248,6 +249,7 @@ def _simulate(
     refused: dict[str, GradweaveError] = {}
     with progress(names, "simulating", quiet=as_json) as each:
         for name in each:
+            # An option is for the policies that take it: "all" may be given with options of some.
             accepted = {option: value for option, value in given.items() if option in fitting[name].options}
             try:
                 schedule = plan(graph, policy=fitting[name].name, **accepted)

@@ -17,19 +17,20 @@ _COLUMNS = ("policy", "step", "speed-up", "makespan", "peak", "idle", "exposed")
 
 
 def print_results(graph: TaskGraph, results: Sequence[tuple[Schedule, Timeline]], out: Path | None) -> None:
-    """One row per policy, compared with the first."""
+    """Print one row per policy, compared with the first."""
     cluster = graph.cluster
     table = Table(
         box=SIMPLE,
         pad_edge=False,
         padding=(0, 1, 0, 0),
         title_justify="left",
-        title=f"{graph.family}: {escape(graph.costs.name)}, {graph.layers} layers, {cluster.devices} device(s)",
+        title=f"{graph.family}: {escape(graph.costs.name)}, {counted(graph.layers, 'layer')}, "
+        f"{counted(cluster.devices, 'device')}",
     )
     rows = [_cells(schedule, timeline, results[0][1].step_time) for schedule, timeline in results]
     console = Console(soft_wrap=True)
     widths = [max(len(column), *(len(cells[index]) for cells in rows)) for index, column in enumerate(_COLUMNS)]
-    # Rich takes a narrow terminal's missing width from columns that may be folded, to the last character: fold here.
+    # On a narrow terminal Rich folds a column down to single characters: the first column is folded by words here.
     longest_word = max(len(word) for text in (_COLUMNS[0], *(cells[0] for cells in rows)) for word in text.split())
     left = console.width - sum(widths[1:]) - len(_COLUMNS) - 1
     widths[0] = max(longest_word, min(left, widths[0]))
@@ -43,7 +44,7 @@ def print_results(graph: TaskGraph, results: Sequence[tuple[Schedule, Timeline]]
 
 
 def _cells(schedule: Schedule, timeline: Timeline, first: float) -> list[str]:
-    """The row of a policy; ``first`` is the step time it is compared with."""
+    """Return the row of a policy; ``first`` is the step time to compare with."""
     compute = [name for name, resource in timeline.lanes if resource in schedule.graph.devices]
     idle = sum(timeline.idle[name] for name in compute) / len(compute)
     found = " ".join(f"{key}={value}" for key, value in schedule.options.items() if "byte" not in key)
@@ -59,17 +60,23 @@ def _cells(schedule: Schedule, timeline: Timeline, first: float) -> list[str]:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration in the unit that suits it."""
+    """Return a duration in a suitable unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
+        if seconds * scale >= 1 or not seconds:
             return f"{seconds * scale:.4g} {unit}"
     return f"{seconds * 1e6:.4g} us"
 
 
 def bytes_text(size: float) -> str:
-    """A size in the unit that suits it."""
+    """Return a size in a suitable unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.4g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, as in "1 layer" and "2 layers"."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"

@@ -1,10 +1,10 @@
-"""The same training, stock and woven, side by side: time, memory, and whether the result is the same."""
+"""The same training, stock and woven, side by side: time, memory and sameness of the result."""
 
 from __future__ import annotations
 
-from gradweave.compare.results import Comparison
+from gradweave.compare.comparison import Comparison
 from gradweave.compare.run import compare
-from gradweave.compare.variants import MODES
+from gradweave.compare.variants import MODES, Mode, OptimizerName
 from gradweave.compare.workloads import WORKLOADS, Workload, find_workload
 
-__all__ = ["MODES", "WORKLOADS", "Comparison", "Workload", "compare", "find_workload"]
+__all__ = ["MODES", "WORKLOADS", "Comparison", "Mode", "OptimizerName", "Workload", "compare", "find_workload"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradweave.compare.results import Comparison
+from gradweave.compare.comparison import Comparison
 from gradweave.compare.trial import PARTS
 from gradweave.schedule.output import save_timelines
 from gradweave.schedule.picture import COLOURS
@@ -16,11 +16,15 @@ from gradweave.schedule.timeline import Timeline
 _PART_COLOURS = {"forward": COLOURS[Kind.F], "backward": COLOURS[Kind.X], "update": COLOURS[Kind.U]}
 _WHOLE_COLOUR = "#999999"
 _MOST_TIMES_LONGER = 2.0
+"""Longest timeline that is drawn whole, in multiples of the shortest."""
 _FEWEST_STEPS = 2
+_THINNEST_LINE = 1.0
+_MOST_EXTRA_WIDTH = 8.0
+"""Points by which the widest of the loss curves on top of each other is wider than the thinnest."""
 
 
 def save_figures(comparison: Comparison, folder: Path) -> list[Path]:
-    """Writes bars of step times, loss curves and measured timelines; returns their paths."""
+    """Write bars of step times, loss curves and measured timelines; return the paths of the pictures."""
     paths = [folder / name for name in ("step-times.png", "losses.png", "timelines.png")]
     _save_bars(comparison, paths[0])
     _save_losses(comparison, paths[1])
@@ -31,13 +35,13 @@ def save_figures(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def _on_one_axis(timelines: Sequence[Timeline]) -> list[Timeline]:
-    """Timelines of which slow ones are cut to their first steps, so that they do not shrink all others."""
+    """Cut slow timelines to their first steps, so that they do not shrink all others."""
     longest = _MOST_TIMES_LONGER * min(timeline.makespan for timeline in timelines)
     return [_first_steps(timeline, longest) for timeline in timelines]
 
 
 def _first_steps(timeline: Timeline, seconds: float) -> Timeline:
-    """The steps that end within some seconds, but no fewer than it takes to see one from end to end."""
+    """Return the steps that end within some seconds, but no fewer than show one step from end to end."""
     ends: dict[int, float] = {}
     for span in timeline.spans:
         ends[span.task.step] = max(ends.get(span.task.step, 0.0), span.end)
@@ -50,11 +54,11 @@ def _first_steps(timeline: Timeline, seconds: float) -> Timeline:
 
 
 def _save_bars(comparison: Comparison, path: Path) -> None:
-    """Step time of each variant with its spread, split as recorded steps were."""
+    """Draw the step time of each variant with its spread, split as recorded steps were."""
     from matplotlib.figure import Figure
 
     results = comparison.results
-    figure = Figure(figsize=(9, 0.55 * len(results) + 1.5), dpi=150, layout="constrained")
+    figure = Figure(figsize=(9, 0.45 * len(results) + 1.2), dpi=150, layout="constrained")
     axes = figure.subplots()
     labelled: set[str] = set()
 
@@ -80,22 +84,24 @@ def _save_bars(comparison: Comparison, path: Path) -> None:
     axes.set_yticks(range(len(results)), labels=[result.label for result in results])
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(result.milliseconds[2] for result in results))
-    axes.set_xlabel("milliseconds per step (median; bars of spread: 20th to 80th percentile)")
-    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, 1.18), ncols=len(PARTS) + 1, fontsize=8)
+    axes.set_xlabel("milliseconds per step (bar: median; whiskers: 20th to 80th percentile)")
+    figure.legend(frameon=False, loc="outside upper center", ncols=len(PARTS) + 1, fontsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path)
 
 
 def _save_losses(comparison: Comparison, path: Path) -> None:
-    """Loss curves on top of each other; equal ones hide each other, so each is drawn thinner."""
+    """Draw loss curves on top of each other, each thinner than the one below, since equal ones would hide it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.2), dpi=150, layout="constrained")
     axes = figure.subplots()
     count = len(comparison.results)
+    extra = min(1.3, _MOST_EXTRA_WIDTH / max(1, count - 1))
     for number, result in enumerate(comparison.results):
-        axes.plot(result.losses, linewidth=1.0 + 1.3 * (count - 1 - number), label=result.label, alpha=0.9)
+        width = _THINNEST_LINE + extra * (count - 1 - number)
+        axes.plot(range(1, len(result.losses) + 1), result.losses, linewidth=width, label=result.label, alpha=0.9)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -1,4 +1,4 @@
-"""What goes wrong in a user's own model, data or loss, said as an error of that model: one line, not a traceback."""
+"""Errors in a user's own model, data or loss, reported as one line about that model instead of a traceback."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ _NOT_THE_USERS = (Path(gradweave.__file__).parent, Path(torch.__file__).parent)
 
 @contextmanager
 def errors_of_model(name: str, what_failed: str, argument: str = "model") -> Iterator[None]:
-    """Context in which any error but ours, and lack of memory, is one of the model called ``name``.
+    """Turn any error but gradweave's own and lack of memory into an ArgumentError about the model called ``name``.
 
     Args:
-        name: What the model is called.
-        what_failed: Begins the message, as in "fails in a training step".
-        argument: That gave the name, if it was not the model's own.
+        name: Name of the model.
+        what_failed: Beginning of the message, such as "fails in a training step".
+        argument: The argument that named the model, as its user wrote it.
     """
     try:
         yield
     except (GradweaveError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
+        # SystemExit is caught on purpose: a script that is imported as a model may end the process.
         if is_out_of_memory(error):
             raise
-        raise ArgumentError(argument, name, f"{what_failed}: {described(error)}") from error
+        raise ArgumentError(argument, name, f"{what_failed}: {one_line(error)}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """A GPU has an error of its own for it; a CPU has a message."""
+    """Return whether an error is lack of memory: a GPU has an error class for it, a CPU only a message."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def described(error: BaseException) -> str:
-    """An error in a line: its type, its message, and where in the user's code it came from."""
+def one_line(error: BaseException) -> str:
+    """Return an error as a line: its type, its message, and its place in the user's code."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r}){_place(error)}"
     message = " ".join(str(error).split())
@@ -52,7 +53,7 @@ def described(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of a file that is neither torch's, ours nor Python's own."""
+    """Return the innermost line of a file that belongs neither to torch, to gradweave nor to a library."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         is_users = path.is_file() and not any(path.is_relative_to(home) for home in _NOT_THE_USERS)

@@ -1,49 +1,44 @@
-"""Carrying out schedules that ``gradweave plan`` predicts, and recording what they do."""
+"""Runs of the schedules that ``gradweave plan`` predicts, recorded as timelines."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
 from gradweave.compare.trial import Trial
-from gradweave.reordering import Reordering, reorder
-from gradweave.reordering.api import layer_names
-from gradweave.reordering.executor import Planned
-from gradweave.reordering.lanes import InLine
+from gradweave.compare.workloads import Batches
+from gradweave.reordering import layer_names, reorder, split_in_order
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.tasks import Kind
 from gradweave.schedule.timeline import Span, Timeline
 
-_STEPS = 4
+_SETTLING_STEPS = 2
+_RECORDED_STEPS = 4
 
 
-def measure_planned(
-    trial: Trial, batches: list[tuple[torch.Tensor, torch.Tensor]], costs: Costs
-) -> dict[str, Timeline]:
-    """Measured timelines of schedules, by policy, with weight gradients apart from the rest of backward.
+def measure_planned(trial: Trial, batches: Batches, costs: Costs) -> dict[str, Timeline]:
+    """Return measured timelines by policy, with weight gradients apart from the rest of backward.
 
-    On a CPU only stock order: there is nothing to run beside.
+    On a CPU only stock order is measured, since there is no stream to run beside.
 
     Args:
-        trial: A stock training, which goes on meanwhile; it must not be woven.
-        batches: What it trains on.
-        costs: By which the joint schedule is planned.
+        trial: A stock training, which continues meanwhile.
+        batches: Batches to train on.
+        costs: Costs by which the joint schedule is planned.
     """
     model = trial.model
     policies = ("in_order", "side_stream", "joint") if trial.setting.device.type == "cuda" else ("in_order",)
     timelines = {}
     for policy in policies:
         if policy == "in_order":
-            handle = Reordering(model, Planned(InLine(), ()), None)
+            handle = split_in_order(model)
         elif policy == "side_stream":
-            handle = reorder(model, policy)
+            handle = reorder(model, "side_stream")
         else:
-            handle = reorder(model, policy, costs=costs)
+            handle = reorder(model, "joint", costs=costs)
         trial.variant.reordering = handle
         try:
-            trial.run_block(batches, 2, timed=False)
-            trial.record(batches, _STEPS)
+            trial.run_block(batches, _SETTLING_STEPS, timed=False)
+            trial.record(batches, _RECORDED_STEPS)
         finally:
             trial.variant.reordering = None
             handle.detach()
@@ -53,7 +48,15 @@ def measure_planned(
 
 
 def _renumbered(timeline: Timeline, names: list[str], costs: Costs) -> Timeline:
-    """With the costs' numbers for the layers of weight gradients."""
+    """Return a timeline whose weight gradients have the layer numbers of the costs, as in predictions.
+
+    The recorder numbers the layers that can be split; costs may have layers besides.
+
+    Args:
+        timeline: A recorded timeline.
+        names: Names of the layers by the recorder's numbers.
+        costs: Costs with named layers.
+    """
     number_of = {layer.name: number for number, layer in enumerate(costs.layers)}
 
     def renumber(span: Span) -> Span:

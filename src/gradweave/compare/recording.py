@@ -1,10 +1,11 @@
-"""Recording when the parts of a step run, on the host's clock or on a GPU's streams."""
+"""Recording of when the parts of a step run, by the host's clock or on a GPU's streams."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
@@ -14,17 +15,39 @@ from gradweave.schedule.timeline import Span, Timeline
 Mark = float | torch.cuda.Event
 _MAIN, _SIDE = "main", "side"
 _INNER = (Kind.W, Kind.U)
+"""Kinds that are cut out of a forward or backward during which they run."""
+
+
+class _Part(NamedTuple):
+    """One recorded part."""
+
+    kind: Kind
+    layer: int
+    note: str
+    step: int
+    lane: str
+    begin: Mark
+    end: Mark
 
 
 class Recorder:
-    """Notes the begin and end of forward, backward, weight gradients and updates; what is inside another cuts it."""
+    """Records the begin and end of forward, backward, weight gradients and updates; a part inside another cuts it.
+
+    On a GPU begin and end are events on the current stream, so that recording does not synchronize and a part on a
+    second stream gets that stream's times.
+
+    Args:
+        device: The device that trains.
+
+    Attributes:
+        step: Number of the step that parts belong to; to be counted up from outside.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._parts: list[tuple[Kind, str, int, int, Mark, Mark]] = []
+        self._parts: list[_Part] = []
         self._main = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._origin = self._mark()
-        self._updates = 0
         self.step = 0
 
     def _mark(self) -> Mark:
@@ -40,21 +63,21 @@ class Recorder:
         return _SIDE
 
     @contextmanager
-    def part(self, kind: Kind, layer: int = 0) -> Iterator[None]:
-        """Records what runs inside."""
+    def part(self, kind: Kind, layer: int = 0, note: str = "") -> Iterator[None]:
+        """Record the body of the context as a part of the current step."""
         lane, begin = self._lane(), self._mark()
         yield
-        self._parts.append((kind, lane, self.step, layer, begin, self._mark()))
+        self._parts.append(_Part(kind, layer, note, self.step, lane, begin, self._mark()))
 
     @contextmanager
     def update(self, bucket: int) -> Iterator[None]:
-        """Records the update of a bucket."""
-        with self.part(Kind.U, bucket):
+        """Record the update of a bucket; its number takes the place of a layer's."""
+        with self.part(Kind.U, bucket, "bucket"):
             yield
 
     @contextmanager
     def weight_gradient(self, layer: int) -> Iterator[None]:
-        """Records the weight gradient of a layer."""
+        """Record the weight gradient of a layer."""
         with self.part(Kind.W, layer):
             yield
 
@@ -65,29 +88,30 @@ class Recorder:
         return elapsed / 1e3
 
     def timeline(self, title: str) -> Timeline:
-        """What was recorded, from the first part on, with the same track names as the simulator's."""
+        """Return what was recorded, from the first part on, with the lane names of the simulator."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         prefix = "gpu0" if self._device.type == "cuda" else "cpu"
         spans: list[Span] = []
-        first = min((self._seconds(begin) for *_, begin, _ in self._parts), default=0.0)
-        timed = [
-            (kind, lane, step, layer, self._seconds(begin) - first, self._seconds(end) - first)
-            for kind, lane, step, layer, begin, end in self._parts
-        ]
-        cutting = sorted((a, b, lane) for kind, lane, _, _, a, b in timed if kind in _INNER)
-        for kind, lane, step, layer, start, end in timed:
-            inner = [] if kind in _INNER else [(a, b) for a, b, on in cutting if on == lane and a >= start and b <= end]
+        first = min((self._seconds(part.begin) for part in self._parts), default=0.0)
+        timed = [(part, self._seconds(part.begin) - first, self._seconds(part.end) - first) for part in self._parts]
+        cutting = sorted((start, end, part.lane) for part, start, end in timed if part.kind in _INNER)
+        for part, start, end in timed:
+            inner = [
+                (a, b)
+                for a, b, lane in cutting
+                if part.kind not in _INNER and lane == part.lane and a >= start and b <= end
+            ]
             for begin, stop in _cut(start, end, inner):
-                name = f"{prefix} {lane}"
-                spans.append(Span(name, begin, stop, Task(kind, layer, stop - begin, prefix, step=step), len(spans)))
+                task = Task(part.kind, part.layer, stop - begin, prefix, step=part.step, note=part.note)
+                spans.append(Span(f"{prefix} {part.lane}", begin, stop, task, len(spans)))
         spans.sort(key=lambda span: span.start)
         lanes = [lane for lane in (_MAIN, _SIDE) if any(span.lane.endswith(lane) for span in spans)]
         return Timeline(tuple(spans), tuple((f"{prefix} {lane}", prefix) for lane in lanes), title=title)
 
 
 def _cut(start: float, end: float, inner: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """What is left of an interval without the ones inside it."""
+    """Return the pieces of an interval that are left without the ones inside it."""
     for begin, stop in inner:
         if begin > start:
             yield start, begin

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from gradweave._runtime.ab_trial import RULES
-from gradweave.compare.results import Comparison, Result
+from gradweave.compare.comparison import Comparison
+from gradweave.compare.results import Result
 from gradweave.compare.trial import PARTS
 
 _STYLE = """
@@ -27,13 +28,13 @@ _PICTURES = ("Step times", "Training loss", "Measured timelines")
 
 
 def save_report(comparison: Comparison, pictures: Iterable[Path], path: Path, command: str = "") -> None:
-    """Writes the report, its pictures inside.
+    """Write the report, with its pictures inside.
 
     Args:
-        comparison: What is reported.
-        pictures: Of it, in the order of their headings.
-        path: Of the report.
-        command: That made it, as it was typed.
+        comparison: The comparison to report.
+        pictures: Paths of its pictures, in the order of their headings.
+        path: Path of the report.
+        command: The command that made it, as typed.
     """
     title = html.escape(comparison.title)
     images = "".join(
@@ -51,28 +52,28 @@ def save_report(comparison: Comparison, pictures: Iterable[Path], path: Path, co
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
         f"<h1>{title}</h1>{made_by}<p class=verdict>{html.escape(comparison.verdict)}</p>"
         f"{_table(comparison.results)}<h2>How to read this</h2>{_legend(comparison)}{images}"
-        f"<h2>What each did</h2><dl>{explained}</dl><p><small>{facts}</small></p></body></html>\n"
+        f"<h2>What each mode did</h2><dl>{explained}</dl><p><small>{facts}</small></p></body></html>\n"
     )
 
 
 def _legend(comparison: Comparison) -> str:
-    """What the columns mean."""
+    """Return an explanation of the columns."""
     steps, baseline = comparison.steps, comparison.results[0].label
     lines = [
         f"Each row is the same training from the same seed, of {steps.total} steps: {steps.settling} to settle, "
-        f"{steps.timed} timed, in turn with the other rows, and {steps.recorded} recorded part by part.",
+        f"{steps.timed} timed (in turn with the other rows) and {steps.recorded} recorded part by part.",
         "ms per step: the median of blocks of steps; 20% to 80%: the percentiles of these blocks.",
-        f"speed-up [95%]: against {baseline}, with its 95% interval. Two equal trainings differ too: {baseline} is "
-        "there a second time to show by how much.",
-        f'weights: "same" is bit for bit as {baseline} ended; "7e-03 off" is the largest difference of any weight; '
-        '"loss" is the largest relative difference of the first losses for what takes whole steps, and the last loss '
-        "of what trains by another rule.",
+        f"speed-up [95%]: against {baseline}, with its 95% interval. Two equal trainings differ too: a second row of "
+        f"{baseline} shows by how much.",
+        f'training: "same" means that every weight ends bit for bit as with {baseline}; "7e-03 off" is the largest '
+        'difference of any weight; "loss" is the largest relative difference of the first losses for modes that take '
+        "whole steps, and the last loss for other optimizers.",
         "lr: the learning rate, as given or by default; none was tuned for this comparison.",
     ]
     if any(result.label == "auto" for result in comparison.results):
         lines.append(
-            f"auto leaves stock order only for what was at least {1 - RULES.most:.0%} faster in the median, and faster "
-            "in every one of its own rounds: a lower time among those that it gives does not decide alone."
+            f"auto leaves stock order only for a mode that was at least {1 - RULES.most:.0%} faster in the median, and "
+            "faster in every one of its own rounds: a lower median alone does not decide."
         )
     return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>"
 
@@ -95,6 +96,6 @@ def _table(results: Sequence[Result]) -> str:
             f"<td>{result.throughput:.4g}</td>{memory}<td>{html.escape(str(result.speedup))}</td><td>{result.sameness}</td></tr>"
         )
     names = ["mode", "lr", "ms per step", "20% to 80%", "forward", "backward", "update", "samples/s", *memory_head,
-             "speed-up [95%]", "weights"]  # fmt: skip
+             "speed-up [95%]", "training"]  # fmt: skip
     head = "".join(f"<th>{name}</th>" for name in names)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -1,4 +1,4 @@
-"""Running variants in turn and measuring them."""
+"""Variants of a training that take turns and are measured."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradweave
+from gradweave.compare.comparison import Comparison, Steps
 from gradweave.compare.model_errors import errors_of_model
-from gradweave.compare.results import Comparison, Result, Steps
+from gradweave.compare.results import Result
 from gradweave.compare.statistics import is_claim, paired_ratio, percentiles
 from gradweave.compare.trial import PARTS, Setting, Trial
-from gradweave.compare.variants import DESCRIPTIONS, MODES, OTHER_RULES, WOVEN, baseline_of
+from gradweave.compare.variants import DESCRIPTIONS, MODES, OTHER_RULES, WOVEN, Mode, baseline_of
+from gradweave.compare.workloads import Batches
 from gradweave.errors import ArgumentError, GradweaveError
 
 BLOCK_STEPS = 5
 RECORDED_STEPS = 6
 _SETTLING_STEPS = 60
-"""Enough for ``auto`` and ``reorder`` to observe, measure and choose before timing begins."""
+"""Steps in which ``auto`` and ``reorder`` observe, measure and choose before timing begins."""
 _DETERMINISTIC_STEPS = 10
 AGAIN = " (again)"
+"""Suffix of the baseline's second row, which shows how much two equal trainings differ."""
 
-Batches = list[tuple[torch.Tensor, torch.Tensor]]
 Progress = Callable[[str, float], None]
 
 
-def compare(setting: Setting, modes: Sequence[str], *, steps: int, progress: Progress = lambda *_: None) -> Comparison:
-    """Trains the same model from the same seed in every mode, taking turns, and compares.
+def compare(setting: Setting, modes: Sequence[Mode], *, steps: int, progress: Progress = lambda *_: None) -> Comparison:
+    """Train the same model from the same seed in every mode, taking turns, and compare.
 
     Args:
-        setting: What is trained, and how.
-        modes: Of :data:`MODES`; the form a user would pick today is added as the baseline.
+        setting: The training.
+        modes: Modes of :data:`MODES`; the form of the optimizer that a user would pick today is added as the baseline.
         steps: Timed steps of each mode.
-        progress: Told what is going on, and the share that is done.
+        progress: Called with the current activity and the share that is done.
     """
     _check(setting, modes, steps)
     baseline = baseline_of(setting.optimizer)
     batches = make_batches(setting)
-    labels = [(baseline, baseline), (baseline + AGAIN, baseline)]
+    labels: list[tuple[str, Mode]] = [(baseline, baseline), (baseline + AGAIN, baseline)]
     labels += [(mode, mode) for mode in dict.fromkeys(modes) if mode != baseline]
     settling = _SETTLING_STEPS if {"auto", "reorder"} & set(modes) else 2 * BLOCK_STEPS
     rounds = -(-steps // BLOCK_STEPS)
@@ -69,6 +71,7 @@ def compare(setting: Setting, modes: Sequence[str], *, steps: int, progress: Pro
         _check_baseline(first)
     for number in range(rounds):
         turn = number % len(trials)
+        # Each round begins with another variant, so that a place in the round favours none of them.
         for trial in (*trials[turn:], *trials[:turn]):
             doing = f"round {number + 1} of {rounds}"
             trial.run_block(batches, BLOCK_STEPS, timed=True, advance=partial(advance, doing))
@@ -87,7 +90,7 @@ def compare(setting: Setting, modes: Sequence[str], *, steps: int, progress: Pro
         compared = _train_deterministically(labels, setting, batches)
     differences = [_largest_difference(compared[0], trial) for trial in compared]
     sizes = [_samples(batch, setting) for batch in batches]
-    results = _judge(trials, explained, differences, mean(sizes))
+    results = _results(trials, explained, differences, mean(sizes))
     samples = min(sizes), max(sizes)
     return Comparison(setting, results, tuple(trials), samples, parameters, each, environment(setting.device))
 
@@ -97,18 +100,24 @@ def _check(setting: Setting, modes: Sequence[str], steps: int) -> None:
         if mode not in MODES:
             raise ArgumentError("--modes", mode, f"use one or more of {', '.join(MODES)}")
         if mode in ("hook", "backward") and setting.max_norm is not None:
-            raise ArgumentError("--modes", mode, "cannot clip by norm; leave out --max-norm, or this mode")
+            raise ArgumentError(
+                "--modes",
+                mode,
+                "updates before all gradients are known and cannot clip by norm; leave out --max-norm, or this mode",
+            )
     for name, value in (("--max-norm", setting.max_norm), ("--lr", setting.lr), ("--eva-lr", setting.other_lr)):
         if value is not None and not (math.isfinite(value) and value > 0):
             raise ArgumentError(name, value, "give a number above 0")
     if setting.other_lr is not None and not set(modes) & OTHER_RULES.keys():
         raise ArgumentError("--eva-lr", setting.other_lr, f"is for {', '.join(OTHER_RULES)}; add one to --modes")
     if steps < 4 * BLOCK_STEPS:
-        raise ArgumentError("--steps", steps, f"give at least {4 * BLOCK_STEPS}, for an interval to mean something")
+        raise ArgumentError(
+            "--steps", steps, f"give at least {4 * BLOCK_STEPS}: fewer rounds give no meaningful interval"
+        )
 
 
 def _check_baseline(baseline: Trial, *, weights: bool = False) -> None:
-    """With what is no number nothing can be compared; there is no use in going on either."""
+    """Raise GradweaveError if the baseline is not finite: there is nothing to compare with, and no use in going on."""
     setting, rate = baseline.setting, baseline.variant.learning_rate
     where = f"model={setting.workload.name!r} with {setting.optimizer} at lr {rate:g}"
     remedy = "nothing can be compared; give a lower --lr, or look at the model and its data"
@@ -119,8 +128,8 @@ def _check_baseline(baseline: Trial, *, weights: bool = False) -> None:
         raise GradweaveError(f"{where}: stock training ends with weights that are not finite: {remedy}")
 
 
-def _train_deterministically(labels: Sequence[tuple[str, str]], setting: Setting, batches: Batches) -> list[Trial]:
-    """A short training of every variant with kernels that give the same result each time.
+def _train_deterministically(labels: Sequence[tuple[str, Mode]], setting: Setting, batches: Batches) -> list[Trial]:
+    """Return short trainings of every variant with kernels that give the same result each time.
 
     A GPU's fastest kernels do not, so that two runs of one variant differ.
     """
@@ -141,7 +150,7 @@ def _train_deterministically(labels: Sequence[tuple[str, str]], setting: Setting
 
 
 def make_batches(setting: Setting) -> Batches:
-    """The batches that every variant trains on, in turn."""
+    """Return the batches that every variant trains on, in turn."""
     if setting.batch < 1:
         raise ArgumentError("--batch", setting.batch, "give at least 1 sample")
     generator = torch.Generator().manual_seed(setting.seed)
@@ -155,14 +164,15 @@ def make_batches(setting: Setting) -> Batches:
 
 
 def _samples(batch: tuple[torch.Tensor, torch.Tensor], setting: Setting) -> int:
-    """How many samples a batch really has, whatever was asked for."""
+    """Return the number of samples that a batch really has, which need not be the number asked for."""
     x = batch[0]
     return len(x) if isinstance(x, torch.Tensor) and x.dim() else setting.batch
 
 
-def _judge(
+def _results(
     trials: Sequence[Trial], explained: Sequence[str], differences: Sequence[float], samples: float
 ) -> tuple[Result, ...]:
+    """Return the result of each trial, its first one being the baseline and its second one the baseline again."""
     first, again = trials[0], trials[1]
     same = paired_ratio(first.blocks, again.blocks)
     results = []
@@ -189,13 +199,14 @@ def _judge(
 
 
 def _loss_difference(one: Trial, other: Trial) -> float:
+    """Return the largest relative difference of the first losses; infinite if one is not finite."""
     pairs = zip(one.losses[:_DETERMINISTIC_STEPS], other.losses[:_DETERMINISTIC_STEPS], strict=True)
     gaps = [abs(a - b) / max(abs(a), 1e-12) for a, b in pairs]
     return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
 def _largest_difference(one: Trial, another: Trial) -> float:
-    """Of any weight or buffer; infinite where one is a number and the other is not."""
+    """Return the largest difference of any weight or buffer; infinite where one is a number and the other is not."""
     largest = 0.0
     for a, b in zip(one.model.state_dict().values(), another.model.state_dict().values(), strict=True):
         if not torch.equal(a, b):
@@ -208,7 +219,7 @@ def _largest_difference(one: Trial, another: Trial) -> float:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What the figures were measured with."""
+    """Return versions, device and date of a measurement."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:

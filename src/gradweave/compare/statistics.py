@@ -1,4 +1,4 @@
-"""Ratios of times that were measured in turn, with intervals that say how far to trust them."""
+"""Ratios of times measured in turn, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Ratio:
 
 
 def paired_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
-    """How many times faster ``other`` is: the median over rounds of the ratio within a round.
+    """Return how many times faster ``other`` is: the median over rounds of the ratio within a round.
 
-    What both share in a round, such as a busy machine, cancels. The interval is a bootstrap over
-    rounds, with a fixed seed.
+    Disturbances that both share in a round, such as a busy machine, cancel. The interval is a bootstrap over rounds,
+    with a fixed seed.
     """
     logs = [math.log(a / b) for a, b in zip(baseline, other, strict=True)]
     generator = random.Random(0)
@@ -37,7 +37,7 @@ def paired_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th percentile."""
+    """Return the 20th, 50th and 80th percentile."""
     ordered = sorted(values)
     if not ordered:
         return (math.nan, math.nan, math.nan)
@@ -46,6 +46,6 @@ def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def is_claim(ratio: Ratio, same: Ratio) -> bool:
-    """Whether a speed-up (or slow-down) is larger than the difference between two equal variants."""
+    """Return whether a speed-up (or slow-down) is larger than the difference between two equal variants."""
     noise = max(abs(math.log(bound)) for bound in (same.low, same.high))
     return math.log(ratio.low) > noise or math.log(ratio.high) < -noise

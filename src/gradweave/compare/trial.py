@@ -13,8 +13,8 @@ from torch import nn
 
 from gradweave.compare.model_errors import errors_of_model
 from gradweave.compare.recording import Recorder
-from gradweave.compare.variants import OTHER_RULES, STOCK, Variant
-from gradweave.compare.workloads import Workload
+from gradweave.compare.variants import OTHER_RULES, STOCK, Mode, OptimizerName, Variant
+from gradweave.compare.workloads import Batches, Workload
 from gradweave.errors import ArgumentError
 from gradweave.schedule.tasks import Kind
 from gradweave.schedule.timeline import Timeline
@@ -27,22 +27,22 @@ _KINDS = {Kind.F: "forward", Kind.X: "backward", Kind.W: "backward", Kind.U: "up
 
 @dataclass(frozen=True)
 class Setting:
-    """How a job is run, the same for all variants.
+    """The training job, equal for all variants.
 
     Attributes:
-        workload: What is trained.
-        optimizer: By its name.
-        batch: Samples per step that are asked for.
-        device: What it runs on.
-        dtype: Anything but float32 is by autocast.
-        max_norm: What gradients are clipped to.
-        seed: Of weights, data and dropout.
-        lr: The optimizer's learning rate; None for the workload's, or the optimizer's usual one.
-        other_lr: That of modes which train by another rule; None for their own default.
+        workload: Model, data and loss.
+        optimizer: Name of the optimizer.
+        batch: Samples per step to ask the workload for.
+        device: Device to train on.
+        dtype: Type to compute in; any but float32 by autocast.
+        max_norm: Norm to clip gradients to (default: no clipping).
+        seed: Seed of weights, data and dropout.
+        lr: The optimizer's learning rate (default: the workload's, or the optimizer's usual one).
+        other_lr: Learning rate of modes that train by another rule (default: their own).
     """
 
     workload: Workload
-    optimizer: str = "adamw"
+    optimizer: OptimizerName = "adamw"
     batch: int = 32
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
@@ -51,8 +51,8 @@ class Setting:
     lr: float | None = None
     other_lr: float | None = None
 
-    def learning_rate(self, mode: str) -> float | None:
-        """What a mode trains with; None leaves it to the optimizer."""
+    def learning_rate(self, mode: Mode) -> float | None:
+        """Return the learning rate of a mode; None leaves it to the optimizer."""
         if mode in OTHER_RULES:
             return self.other_lr
         return self.workload.learning_rates.get(self.optimizer) if self.lr is None else self.lr
@@ -60,18 +60,21 @@ class Setting:
 
 @dataclass
 class Trial:
-    """A variant and what was measured of it.
+    """A variant in training, and its measurements.
 
     Attributes:
         label: The variant's name in tables.
-        blocks: Seconds per step of each block.
-        parts: Milliseconds of forward, backward and update, of each recorded step; none if they are one.
-        losses: Of every step.
-        peak_bytes: Most memory in use on a GPU, its own weights and optimizer state included.
+        mode: The variant's mode.
+        setting: The training job.
+        blocks: Seconds per step of each timed block.
+        parts: Milliseconds of forward, backward and update of each recorded step; empty if a step is taken whole.
+        losses: Loss of every step.
+        peak_bytes: Most memory in use on a GPU, with its own weights and optimizer state but not those of other trials.
+        timeline: Timeline of the recorded steps.
     """
 
     label: str
-    mode: str
+    mode: Mode
     setting: Setting
     blocks: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
@@ -96,7 +99,7 @@ class Trial:
         self._pending: list[torch.Tensor] = []
 
     def _errors(self, what_failed: str) -> AbstractContextManager[None]:
-        """Where torch alone is at work, what fails is the model; elsewhere it may be ours, and is not hidden."""
+        """Report errors as the model's in stock modes; elsewhere they may be gradweave's, and stay visible."""
         return errors_of_model(self.setting.workload.name, what_failed) if self.mode in STOCK else nullcontext()
 
     def _rng_state(self) -> list[torch.Tensor]:
@@ -110,19 +113,19 @@ class Trial:
 
     def run_block(
         self,
-        batches: list[tuple[torch.Tensor, torch.Tensor]],
+        batches: Batches,
         steps: int,
         *,
         timed: bool,
         advance: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Takes some steps, each variant's random numbers going on where its own last block ended.
+        """Take some steps; random numbers continue where this trial's last block ended, whatever ran in between.
 
         Args:
-            batches: Taken in turn.
-            steps: How many.
-            timed: Whether they count.
-            advance: Told of steps that are done: of each if they are not timed, else of all at the end.
+            batches: Batches to take in turn.
+            steps: Number of steps.
+            timed: Whether to measure them.
+            advance: Called with the number of steps that are done: after each step, or once at the end of timed ones.
         """
         device = self.setting.device
         self._set_rng_state(self._rng)
@@ -141,13 +144,14 @@ class Trial:
             self.blocks.append((time.perf_counter() - began) / steps)
             advance(steps)
         if device.type == "cuda" and timed:
+            # All trials are on the device at once: the growth during the block is this one's alone.
             own = torch.cuda.max_memory_allocated(device) - before + self._own_bytes()
             self.peak_bytes = max(self.peak_bytes or 0, own)
         self._rng = self._rng_state()
         self._note_losses()
 
-    def record(self, batches: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
-        """Takes some steps with their parts timed; they count as training, not towards ``blocks``."""
+    def record(self, batches: Batches, steps: int) -> None:
+        """Take some steps whose parts are timed; they train, but do not count towards ``blocks``."""
         self._set_rng_state(self._rng)
         recorder = Recorder(self.setting.device)
         if self.variant.fusion is not None:
@@ -177,17 +181,20 @@ class Trial:
         self.timeline = recorder.timeline(self.label)
         for number in range(1, steps):
             spans = [span for span in self.timeline.spans if span.task.step == number]
+            # Weight gradients on another stream run at the same time as the parts: they lengthen none of them.
             spans = [span for span in spans if span.task.kind is not Kind.W or span.lane == spans[0].lane]
             for part in PARTS:
                 own = (span for span in spans if _KINDS[span.task.kind] == part)
                 self.parts[part].append(1e3 * sum(span.end - span.start for span in own))
 
     def _note_losses(self) -> None:
+        """Read the losses of the last block; reading each at its step would synchronize with the device."""
         with self._errors(_IN_A_STEP):
             self.losses += [float(loss) for loss in self._pending]
         self._pending = []
 
-    def _one_step(self, batches: list[tuple[torch.Tensor, torch.Tensor]], recorder: Recorder | None) -> None:
+    def _one_step(self, batches: Batches, recorder: Recorder | None) -> None:
+        """Take one step, part by part if a recorder is given."""
         x, y = batches[self._step % len(batches)]
         self._step += 1
 
@@ -210,7 +217,7 @@ class Trial:
         self._pending.append(loss.detach())
 
     def loss(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The loss of a model on a batch, in the setting's precision."""
+        """Return the loss of a model on a batch, in the setting's precision."""
         with self._precision():
             return self.setting.workload.loss(model(x), y)
 
@@ -221,16 +228,16 @@ class Trial:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every loss so far, and every weight, is a number."""
+        """Whether every loss so far and every weight is finite."""
         weights = (p for p in self.model.parameters() if p.is_floating_point() or p.is_complex())
         return all(map(math.isfinite, self.losses)) and all(bool(p.isfinite().all()) for p in weights)
 
     def finish(self) -> None:
-        """Ends the training; the model's weights are then final."""
+        """End the training; the model's weights are then final."""
         self.variant.finish()
 
     def _own_bytes(self) -> int:
-        """Bytes of weights, buffers and optimizer state."""
+        """Return the bytes of weights, buffers and optimizer state."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         optimizers = self.variant.optimizers
         for optimizer in optimizers:
@@ -244,6 +251,6 @@ def _allocated(device: torch.device) -> int:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for a GPU to finish what it was given."""
+    """Wait for a GPU to finish all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,32 +1,37 @@
-"""The outcome of a comparison in one sentence, which says no more than the table bears."""
+"""The outcome of a comparison in one sentence, which claims no more than the figures show."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from gradweave.compare.results import Result
+from gradweave.compare.trial import Setting
 from gradweave.compare.variants import OTHER_RULES, STOCK, WHOLE, WOVEN
 
-if TYPE_CHECKING:
-    from gradweave.compare.results import Comparison, Result
-
-_SAME_NOISE = 4.0
-"""Where two stock runs differ, how many times as much a woven one may differ before it counts as wrong."""
+_MOST_TIMES_THE_NOISE = 4.0
+"""Most by which a woven run may differ, in multiples of the difference of two stock runs."""
 _ROUNDING = {True: 1e-4, False: 1e-2}
-"""How far losses of a compiled step may be off in the first steps, in float32 and below."""
+"""Largest relative difference of a whole step's first losses: in float32 (True), and in smaller types (False)."""
 
 
-def verdict(comparison: Comparison) -> str:
-    """What did not train right, if anything; else what is faster, and how near each row's training is."""
-    baseline, again, *others = comparison.results
+def verdict_clauses(results: Sequence[Result], setting: Setting) -> list[str]:
+    """Return what a comparison shows, clause by clause.
+
+    Rows that did not train as they must come first; without any, the faster rows and the distance of each training.
+
+    Args:
+        results: Results of all variants, the baseline first and the baseline again second.
+        setting: The training that was compared.
+    """
+    baseline, again, *others = results
     broken = [result for result in others if not result.is_finite]
-    wrong = [result for result in others if result.is_finite and not _trains_as_it_must(result, comparison)]
+    wrong = [result for result in others if result.is_finite and not _trains_like_the_baseline(result, again, setting)]
     clauses = [_broken(result) for result in broken]
     if wrong:
-        distances = _listed([f"{result.label}: {_distance(result)}" for result in wrong])
-        names = _listed([result.label for result in wrong])
+        distances = _join_words([f"{result.label}: {_distance(result)}" for result in wrong])
+        names = _join_words([result.label for result in wrong])
         clauses.append(f"{names} did not train as {baseline.label} did: do not use it here ({distances})")
     sound = [result for result in others if result not in broken and result not in wrong]
     by_same_rule = [result for result in sound if result.label not in OTHER_RULES]
@@ -35,23 +40,23 @@ def verdict(comparison: Comparison) -> str:
         same_rule = " that trains by the same rule" if other_rules else ""
         clauses += [_speed(baseline, by_same_rule, same_rule=same_rule), _training(baseline, again, by_same_rule)]
     if other_rules:
-        clauses.append(_other_rules(comparison, other_rules))
+        clauses.append(_other_rules(baseline, other_rules, setting))
     clauses.append(f"two runs of {baseline.label} differed by {again.speedup}")
-    return "; ".join(clauses) + "."
+    return clauses
 
 
-def _trains_as_it_must(result: Result, comparison: Comparison) -> bool:
-    """Torch's own forms and other rules may train as they do; ours must train as the baseline does."""
-    again = comparison.results[1]
+def _trains_like_the_baseline(result: Result, again: Result, setting: Setting) -> bool:
+    """Return whether a row trains like the baseline, which is asked of gradweave's modes for the same rule only."""
     if result.label in WOVEN:
-        return result.difference <= again.difference * _SAME_NOISE
+        return result.difference <= again.difference * _MOST_TIMES_THE_NOISE
     if result.label in WHOLE:
-        rounding = _ROUNDING[comparison.setting.dtype is torch.float32]
-        return result.loss_difference <= max(rounding, again.loss_difference * _SAME_NOISE)
+        rounding = _ROUNDING[setting.dtype is torch.float32]
+        return result.loss_difference <= max(rounding, again.loss_difference * _MOST_TIMES_THE_NOISE)
     return True
 
 
 def _distance(result: Result) -> str:
+    """Return how far a training is off: by its losses for whole steps, else by its weights."""
     if result.label in WHOLE:
         return f"first losses {result.loss_difference:.0e} off"
     return f"weights {result.difference:.0e} off"
@@ -64,24 +69,25 @@ def _broken(result: Result) -> str:
 
 
 def _speed(baseline: Result, rows: Sequence[Result], *, same_rule: str) -> str:
+    """Return which rows are faster or slower than the baseline beyond the noise."""
     faster = sorted((r for r in rows if r.claim and r.speedup.value > 1), key=lambda r: -r.speedup.value)
     slower = [r for r in rows if r.claim and r.speedup.value < 1]
-    behind = f"slower: {_listed([f'{r.label} {r.speedup.value:.3f}x' for r in slower])}" if slower else ""
+    losing = f"slower: {_join_words([f'{r.label} {r.speedup.value:.3f}x' for r in slower])}" if slower else ""
     if not faster:
         missing = f"No mode{same_rule} is faster than {baseline.label} beyond the noise"
-        return f"{missing} ({behind})" if behind else missing
+        return f"{missing} ({losing})" if losing else missing
     best, *next_ones = faster
-    also = f"faster too: {_listed([f'{r.label} {r.speedup.value:.3f}x' for r in next_ones])}" if next_ones else ""
-    more = "; ".join(part for part in (also, behind) if part)
+    also = f"faster too: {_join_words([f'{r.label} {r.speedup.value:.3f}x' for r in next_ones])}" if next_ones else ""
+    more = "; ".join(part for part in (also, losing) if part)
     return f"{best.label} is {best.speedup} as fast as {baseline.label}" + (f" ({more})" if more else "")
 
 
 def _training(baseline: Result, again: Result, rows: Sequence[Result]) -> str:
-    """Which rows end with the baseline's weights, and how far off each other one is."""
+    """Return which rows end with the baseline's weights, and how far off each other one is."""
     same = [result.label for result in rows if result.identical]
     if len(same) == len(rows) and again.identical:
         return f"{'all give' if len(rows) > 1 else 'it gives'} identical weights"
-    parts = [f"identical weights: {_listed(same)}"] if same else []
+    parts = [f"identical weights: {_join_words(same)}"] if same else []
     if not again.identical:
         parts.append(f"{baseline.label} run twice ends {again.difference:.0e} off itself")
     for result in rows:
@@ -91,17 +97,16 @@ def _training(baseline: Result, again: Result, rows: Sequence[Result]) -> str:
     return "; ".join(parts)
 
 
-def _other_rules(comparison: Comparison, rows: Sequence[Result]) -> str:
-    """Final losses beside each other; a fair contest would tune every learning rate, which this is not."""
-    baseline = comparison.results[0]
+def _other_rules(baseline: Result, rows: Sequence[Result], setting: Setting) -> str:
+    """Return the final losses; a fair contest would tune every learning rate, which this does not."""
     losses = [f"{r.label} {r.last_loss:.3g} (lr {r.learning_rate:g}, at {r.speedup} its speed)" for r in rows]
     return (
-        f"after {len(baseline.losses)} steps {baseline.label} is at a loss of {baseline.last_loss:.3g} "
-        f"({comparison.setting.optimizer}, lr {baseline.learning_rate:g}), by another rule {_listed(losses)}, all "
-        "learning rates as given or by default and none tuned for this"
+        f"after {len(baseline.losses)} steps {baseline.label} has a loss of {baseline.last_loss:.3g} "
+        f"({setting.optimizer}, lr {baseline.learning_rate:g}) and, by another rule, {_join_words(losses)}; all "
+        "learning rates are as given or by default, none was tuned for this"
     )
 
 
-def _listed(words: Sequence[str]) -> str:
-    """As in "a, b and c"."""
+def _join_words(words: Sequence[str]) -> str:
+    """Return words as in "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else list(words))

@@ -1,4 +1,4 @@
-"""What is trained: a model, its data and its loss."""
+"""Training jobs to compare: a model, its data and its loss."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 from gradweave.compare.data import digits, images, token_sequences
-from gradweave.compare.model_errors import described, errors_of_model
+from gradweave.compare.model_errors import errors_of_model, one_line
 from gradweave.compare.models import GPT, MLP, Autoencoder, MobileNetV2, ResNet18
 from gradweave.errors import ArgumentError
 
 _STORED_BATCHES = 8
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+"""Inputs and targets of each batch."""
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -25,27 +27,25 @@ class Workload:
     """A training job.
 
     Attributes:
-        name: What it is called in tables.
+        name: The name in tables.
         make_model: Builds the model on the CPU; called under a fixed seed.
-        make_data: Builds batches of inputs and targets from a batch size and a generator. The first dimension of
-            the inputs counts the samples.
-        loss: From the model's output and the targets.
-        default_batch: Batch size unless told.
-        learning_rates: By optimizer, unless told, where the usual ones are far off.
+        make_data: Builds batches of inputs and targets from a batch size and a generator. The first dimension of the
+            inputs counts the samples.
+        loss: Loss of the model's output and the targets.
+        default_batch: Default batch size.
+        learning_rates: Default learning rates by optimizer, where the optimizer's usual one is far off.
     """
 
     name: str
     make_model: Callable[[], nn.Module]
-    make_data: Callable[[int, torch.Generator], list[tuple[torch.Tensor, torch.Tensor]]]
+    make_data: Callable[[int, torch.Generator], Batches]
     loss: Loss
     default_batch: int = 32
     learning_rates: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
-def _cut(
-    x: torch.Tensor, y: torch.Tensor, batch: int, generator: torch.Generator
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of shuffled samples, as many as there are whole ones."""
+def _cut(x: torch.Tensor, y: torch.Tensor, batch: int, generator: torch.Generator) -> Batches:
+    """Return whole batches of shuffled samples."""
     if batch > len(x):
         raise ArgumentError("--batch", batch, f"there are only {len(x):,} samples; give at most that many")
     order = torch.randperm(len(x), generator=generator)
@@ -53,25 +53,23 @@ def _cut(
     return [(x[chosen], y[chosen]) for chosen in batches]
 
 
-def _wide_digits(batch: int, generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Digits with each pixel repeated, to 1,024 features."""
+def _wide_digits(batch: int, generator: torch.Generator) -> Batches:
+    """Return digits with each pixel repeated, to 1,024 features."""
     pixels, labels = digits()
     return _cut(pixels.repeat_interleave(16, dim=1), labels, batch, generator)
 
 
-def _digits_to_themselves(batch: int, generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _digits_to_themselves(batch: int, generator: torch.Generator) -> Batches:
     pixels, _ = digits()
     return _cut(pixels, pixels, batch, generator)
 
 
-def _images(
-    shape: tuple[int, ...], classes: int
-) -> Callable[[int, torch.Generator], list[tuple[torch.Tensor, torch.Tensor]]]:
+def _images(shape: tuple[int, ...], classes: int) -> Callable[[int, torch.Generator], Batches]:
     return lambda batch, generator: [images(batch, shape, classes, generator) for _ in range(_STORED_BATCHES)]
 
 
-def _tokens(length: int, vocabulary: int) -> Callable[[int, torch.Generator], list[tuple[torch.Tensor, torch.Tensor]]]:
-    def make(batch: int, generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _tokens(length: int, vocabulary: int) -> Callable[[int, torch.Generator], Batches]:
+    def make(batch: int, generator: torch.Generator) -> Batches:
         rows = token_sequences(batch * _STORED_BATCHES, length + 1, vocabulary, generator)
         return [(part[:, :-1], part[:, 1:]) for part in rows.split(batch)]
 
@@ -79,7 +77,7 @@ def _tokens(length: int, vocabulary: int) -> Callable[[int, torch.Generator], li
 
 
 def class_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy over the last dimension of logits, in float32."""
+    """Return the cross entropy over the last dimension of logits, in float32."""
     return functional.cross_entropy(output.flatten(0, -2).float(), target.flatten())
 
 
@@ -91,7 +89,7 @@ def _small_gpt() -> nn.Module:
     return GPT(vocabulary=512, width=128, blocks=4, heads=4, tokens=64)
 
 
-# The best of a coarse grid (half decades) after 166 steps, one seed: defaults that train, not a contest's result.
+# The best of a coarse grid (half decades) after 166 steps, one seed: defaults that train, not the result of a contest.
 _MLP_RATES = {
     "sgd": 0.1, "adam": 1e-4, "adamw": 1e-4, "nadam": 1e-4, "rmsprop": 1e-4, "adagrad": 1e-2,
 }  # fmt: skip
@@ -114,7 +112,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def find_workload(name: str) -> Workload:
-    """A built-in workload, ``package.module:factory``, or a model of torchvision, timm or transformers.
+    """Return a built-in workload, that of ``package.module:factory``, or a model of torchvision, timm or transformers.
 
     A factory takes no arguments and returns a :class:`Workload`, or an image classifier.
     """
@@ -123,7 +121,7 @@ def find_workload(name: str) -> Workload:
     home, _, what = name.partition(":")
     if not what:
         known = ", ".join(WORKLOADS)
-        remedy = f"use one of {known}; package.module:factory; or torchvision:, timm: or transformers: and a name"
+        remedy = f"use one of {known}; package.module:factory; or a name after torchvision:, timm: or transformers:"
         raise ArgumentError("--model", name, remedy)
     if home == "transformers":
         return _from_transformers(name, what)
@@ -137,21 +135,21 @@ def find_workload(name: str) -> Workload:
 
 
 def _imported(name: str, home: str) -> Any:
-    """A module, by its full name; what its own code raises is the user's to know."""
+    """Import a module by its full name; errors of its own code are reported as such."""
     if not all(part.isidentifier() for part in home.split(".")):
-        raise ArgumentError("--model", name, f"{home!r} is no module; write package.module:factory")
+        raise ArgumentError("--model", name, f"{home!r} is not the name of a module; write package.module:factory")
     try:
         with errors_of_model(name, f"{home} fails when imported", "--model"):
             return importlib.import_module(home)
     except ArgumentError as error:
         if isinstance(error.__cause__, ImportError):
-            raise ArgumentError("--model", name, f"cannot be imported: {described(error.__cause__)}") from None
+            raise ArgumentError("--model", name, f"cannot be imported: {one_line(error.__cause__)}") from None
         raise
 
 
 def _from_factory(name: str, factory: Any) -> Workload:
     if not callable(factory):
-        raise ArgumentError("--model", name, "must name something to call without arguments")
+        raise ArgumentError("--model", name, "is not callable; name a function without arguments")
     with errors_of_model(name, "failed when called", "--model"):
         made = factory()
     if isinstance(made, Workload):

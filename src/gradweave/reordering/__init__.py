@@ -1,5 +1,5 @@
 """Linear and convolution layers whose weight gradient is a task of its own, apart from the input gradient."""
 
-from gradweave.reordering.api import Reordering, reorder
+from gradweave.reordering.api import Reordering, layer_names, reorder, split_in_order
 
-__all__ = ["Reordering", "reorder"]
+__all__ = ["Reordering", "layer_names", "reorder", "split_in_order"]

@@ -97,6 +97,11 @@ def reorder(
     return _attach_planned(model, beside, byte_budget, costs, policy, f"policy={policy!r}")
 
 
+def split_in_order(model: nn.Module) -> Reordering:
+    """Split off weight gradients but run each at its place in stock order, so that recorders see them apart."""
+    return Reordering(model, Planned(InLine(), ()), None)
+
+
 def _check_model(model: nn.Module, policy: str) -> torch.device:
     """Raises for models that cannot be reordered; returns the device of the others."""
     require_module(model)

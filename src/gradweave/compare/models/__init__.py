@@ -1,4 +1,4 @@
-"""Small, plain versions of well-known networks, for comparisons that need nothing installed."""
+"""Small, plain versions of well-known networks, for comparisons without further packages."""
 
 from __future__ import annotations
 

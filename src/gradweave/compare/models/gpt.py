@@ -33,11 +33,11 @@ class GPT(nn.Module):
     """A decoder with learned positions; the defaults are GPT-2 small with a head of its own.
 
     Args:
-        vocabulary: Number of tokens.
+        vocabulary: Number of tokens to choose from.
         width: Size of the residual stream.
         blocks: Number of blocks.
         heads: Attention heads.
-        tokens: Longest sequence.
+        tokens: Length of the longest sequence.
         recompute: Recompute each block's activations in backward instead of keeping them.
     """
 
@@ -63,7 +63,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token at each place."""
+        """Return logits of the next token at each position."""
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)

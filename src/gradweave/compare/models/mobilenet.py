@@ -30,7 +30,7 @@ class _InvertedResidual(nn.Module):
 
 
 class MobileNetV2(nn.Sequential):
-    """As torchvision has it, parameter for parameter."""
+    """The network as in torchvision, parameter for parameter."""
 
     def __init__(self, classes: int = 1000) -> None:
         layers = _conv(3, 32, 3, 2)

@@ -25,7 +25,7 @@ class _Block(nn.Module):
 
 
 class ResNet18(nn.Sequential):
-    """As torchvision has it, parameter for parameter."""
+    """The network as in torchvision, parameter for parameter."""
 
     def __init__(self, classes: int = 1000) -> None:
         layers: list[nn.Module] = [
