@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradweave.fusion.forward import ForwardEngine
+from gradweave._runtime.deferred.pending_updates import PendingUpdates
 
 
 class Event:
@@ -150,9 +150,9 @@ def _has_memory(value):
 
 def put_updates_on_a_gpu(monkeypatch):
     """Has forward-fusion launch updates as it does on a GPU, also where it is seen, and lets them be seen."""
-    monkeypatch.setattr("gradweave.fusion.forward._is_watched", lambda: False)
-    monkeypatch.setattr("gradweave.fusion.forward.without_dispatch_modes", nullcontext)
-    run_as_if_on_a_gpu(monkeypatch, ForwardEngine, "_launch", "_make_visible")
+    monkeypatch.setattr("gradweave._runtime.deferred.updates._is_watched", lambda: False)
+    monkeypatch.setattr("gradweave._runtime.deferred.pending_updates.without_dispatch_modes", nullcontext)
+    run_as_if_on_a_gpu(monkeypatch, PendingUpdates, "_launch", "_make_one_visible")
 
 
 def run_as_if_on_a_gpu(monkeypatch, cls, *methods):

@@ -42,7 +42,6 @@ LAYERS = (
 UPWARD_OR_SIDEWAYS = {
     ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",
     ("parallel.data_parallel.api", "reordering"): "runs weight gradients from reordering's queue",
-    ("parallel.data_parallel.deferred_updates", "fusion"): "updates before the next forward, as forward-fusion does",
     ("parallel.data_parallel.reverse_first_k", "reordering"): "holds weight gradients back in reordering's queue",
     ("parallel.data_parallel.step_costs", "reordering"): "types of reordering's queue",
     ("parallel.pipeline.weight_gradients", "reordering"): "splits a stage's backward as reordering does",

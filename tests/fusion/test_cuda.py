@@ -89,7 +89,7 @@ def test_gradient_scaling_with_infinities(form):
 
 def slow_side(fusion):
     """Keeps the second stream busy, so that what is launched on it runs much later than what follows elsewhere."""
-    for side in fusion._engine._sides.values():
+    for side in fusion._engine._updates.pending._sides.values():
         with torch.cuda.stream(side):
             torch.cuda._sleep(20_000_000)
 
@@ -176,7 +176,7 @@ def test_updates_run_on_a_second_stream_and_reads_wait_for_them():
                 seen = model[2].weight.detach().clone()
             other.synchronize()
             assert torch.equal(seen, stock[2].weight)
-        assert fusion._engine._sides
+        assert fusion._engine._updates.pending._sides
 
 
 def test_backward_frees_gradients():

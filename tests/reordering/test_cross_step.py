@@ -9,9 +9,10 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
+from gradweave._runtime.deferred import pending_updates, updates
 from gradweave._runtime.deferred.late import LateGradient
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.fusion import forward, fuse
+from gradweave.fusion import fuse
 from gradweave.reordering import cross_step, deferred_gradients
 from gradweave.reordering.api import reorder
 from gradweave.reordering.queue import Task
@@ -428,7 +429,8 @@ def test_gradients_cross_inside_a_graph_of_several_steps_only(deferred, monkeypa
                 fusion.flush()
                 crossed = handle._crossing.crossed
                 monkeypatch.setattr(cross_step, "_capturing", lambda: True)
-                monkeypatch.setattr(forward, "_capturing", lambda: True)
+                for module in (pending_updates, updates):
+                    monkeypatch.setattr(module, "capturing", lambda: True)
             with fusion.in_graph() if woven and number == 2 and deferred else nullcontext():
                 for _ in range(3):
                     model(torch.full((2, 4), 0.1 * number)).square().sum().backward()

@@ -545,10 +545,10 @@ def test_an_update_that_fails_halfway_is_never_done_twice():
         self.param_groups[0]["params"][0].add_(1.0)
         raise RuntimeError("out of luck")
 
-    fusion._engine._stepper._step = fails
+    fusion._engine._updates.pending._stepper._step = fails
     with pytest.raises(RuntimeError, match="out of luck"), torch.no_grad():
         model.inner.weight.sum()
-    fusion._engine._stepper._step = Torn.step
+    fusion._engine._updates.pending._stepper._step = Torn.step
     fusion.detach()
     first = next(iter(before))
     for name, p in model.named_parameters():
@@ -575,16 +575,16 @@ def test_an_update_that_fails_before_it_begins_is_still_pending(who):
             loss_of(model, x, y).backward()
             optimizer.step()
         if fusion:
-            step = fusion._engine._stepper._step
+            step = fusion._engine._updates.pending._stepper._step
 
             def interrupted(self, closure=None):
                 raise KeyboardInterrupt
 
-            fusion._engine._stepper._step = interrupted
+            fusion._engine._updates.pending._stepper._step = interrupted
             for _ in range(2):
                 with pytest.raises(KeyboardInterrupt):
                     look(model)
-            fusion._engine._stepper._step = step
+            fusion._engine._updates.pending._stepper._step = step
             assert model.inner.weight.grad is not None
             fusion.detach()
         return model, optimizer

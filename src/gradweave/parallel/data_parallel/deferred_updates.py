@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,73 +11,90 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.eager import no_torch_function, without_function_mode
-from gradweave._runtime.buckets import with_groups
+from gradweave._runtime.buckets import Bucket, with_groups
 from gradweave._runtime.deferred.pending_gradient import make_gradient_pending
-from gradweave._runtime.deferred.pending_parameter import restore, show
-from gradweave.fusion.forward import ForwardEngine
-from gradweave.fusion.grad_norm import NormTracker
+from gradweave._runtime.deferred.pending_updates import UpdateRules
+from gradweave._runtime.deferred.update import Update
+from gradweave._runtime.deferred.updates import DeferredUpdates
 from gradweave.parallel.data_parallel.reducer import Reducer
 from gradweave.parallel.data_parallel.reverse_first_k import HeldBack
 
 
-class AveragedUpdates(ForwardEngine):
-    """Forward-fusion whose buckets are the reducer's messages, and whose updates wait for them.
+class AveragedUpdates:
+    """Deferred updates with the reducer's messages as buckets, which wait for these.
 
-    Gradients stay where they are behind ``step()``: whoever looks at one, or adds to it, has its update done first.
+    Gradients stay where they are after ``step()``: reading one, or adding to it, has its update done first.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, reducer: Reducer) -> None:
-        super().__init__(model, optimizer, NormTracker(enabled=False))
-        self._reducer = reducer
+        self._updates = DeferredUpdates(model, optimizer, _AveragingRules(optimizer, reducer))
+
+    def before_step(self, is_last: bool) -> None:
+        """Decide what is deferred; the optimizer's own update finds nothing to do for that."""
+        self._updates.decide(self._updates.open_step(), is_last=is_last)
+
+    def after_step(self) -> None:
+        """Close the step: what was decided is pending from here on."""
+        self._updates.after_step()
 
     def resolve(self, p: nn.Parameter) -> None:
-        """Brings a parameter up to date if its update is pending."""
-        self._resolve_param(p)
+        """Bring a parameter up to date if its update is pending."""
+        self._updates.pending.resolve(p)
+
+    def flush(self) -> None:
+        """Apply everything that is pending."""
+        self._updates.flush()
 
     def discard(self) -> None:
-        """Forgets what is pending: weights stay as they are, and the optimizer's state."""
-        for update in self._pending.values():
-            for p in update.bucket.params:
-                show(p, None)
-                restore(p)
-                p.grad = None
-        self._pending.clear()
-        if self._state is not None:
-            self.optimizer.state, self._state = self._state, None
+        """Forget what is pending: weights stay as they are, and the optimizer's state."""
+        self._updates.pending.discard()
 
-    def _is_ours_to_hold(self, grad: torch.Tensor | None) -> bool:
-        """A gradient is a part of the reducer's message, which nothing else refers to."""
-        return grad is not None and grad.layout is torch.strided
+    def detach(self) -> None:
+        """Apply what is pending and take every hook away."""
+        self._updates.detach()
 
-    def _seen(self, update: Any, p: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """The gradient itself has a class of the reducer's while it is averaged."""
+
+class _AveragingRules(UpdateRules):
+    """Buckets are messages, and gradients are parts of them."""
+
+    name = "DataParallel"
+
+    def __init__(self, optimizer: Optimizer, reducer: Reducer) -> None:
+        self._optimizer = optimizer
+        self._reducer = reducer
+
+    def buckets(self, used: Sequence[nn.Parameter]) -> list[Bucket]:  # noqa: ARG002
+        """Return what of each message the optimizer updates."""
+        return with_groups(self._optimizer, [message.params for message in self._reducer.messages])
+
+    def may_hold(self, gradient: torch.Tensor) -> bool:
+        """Return whether a gradient is dense: it is a part of the reducer's message, which nothing else refers to."""
+        return gradient.layout is torch.strided
+
+    def stand_in(self, update: Update, gradient: torch.Tensor) -> torch.Tensor:
+        """Return an alias of the gradient: the gradient itself is pending until its message has arrived."""
         with no_torch_function():
-            seen = grad.view_as(grad)
+            seen = gradient.view_as(gradient)
         make_gradient_pending(seen, update.resolve)
         return seen
 
-    def _make_visible(self, update: Any) -> None:
-        """Uses the time until gradients arrive for updates whose gradients have arrived."""
+    def before_update(self, update: Update) -> None:
+        """Wait for the messages with the gradients of an update."""
+        self._reducer.wait_for(update.bucket.params)
+
+    def due(self, update: Update, pending: Sequence[Update]) -> Iterator[Update]:
+        """Yield, until the gradients of an update arrive, those with gradients that have arrived; then the update."""
         if update.event is None and not self._has_arrived(update):
-            for other in [other for other in self._pending.values() if other is not update]:
+            for other in pending:
                 if self._has_arrived(update):
                     break
-                if self._has_arrived(other):
-                    self._show_update(other)
-        self._show_update(update)
+                if other is not update and self._has_arrived(other):
+                    yield other
+        yield update
 
-    def _has_arrived(self, update: Any) -> bool:
+    def _has_arrived(self, update: Update) -> bool:
         return self._reducer.message_of(update.bucket.params[0]).has_arrived
 
-    def _show_update(self, update: Any) -> None:
-        with without_function_mode(HeldBack):  # which looks at every function that is called in a forward
-            super()._make_visible(update)
-
-    def _learned(self, params: list[nn.Parameter]) -> None:
-        super()._learned(params)
-        self.buckets = with_groups(self.optimizer, [message.params for message in self._reducer.messages])
-        self._bucket_of = {id(p): bucket.number for bucket in self.buckets for p in bucket.params}
-
-    def _apply(self, update: Any) -> None:
-        self._reducer.wait_for(update.bucket.params)
-        super()._apply(update)
+    def surroundings(self) -> AbstractContextManager[Any]:
+        """Return a context without the mode that looks at every function of a forward: an update is not part of it."""
+        return without_function_mode(HeldBack)
