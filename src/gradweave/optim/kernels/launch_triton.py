@@ -10,10 +10,10 @@ import triton.language as tl
 class Constants(tl.constexpr):
     """A named tuple whose fields kernels may read: ``FLOAT32.eps``.
 
-    Triton lets a kernel read globals only if they are ``constexpr``, writes their values into the key of its cache, and
-    compares each with what it was when the kernel was compiled at every launch. One object for a set of numbers that
-    is compared by identity makes that as cheap as no global at all; a ``constexpr`` for each number would cost about
-    a microsecond each.
+    Triton lets kernels read globals only if they are ``constexpr``. It writes their representation, with all values,
+    into the key of its cache; and at every launch it compares each of them with a deep copy from when the kernel was
+    compiled. A ``constexpr`` for each number would cost about half a microsecond of every launch. There is one of these
+    objects for a set of numbers; they are their own copies, and compared by identity.
 
     Args:
         value: The named tuple.
@@ -27,8 +27,13 @@ class Constants(tl.constexpr):
     def __deepcopy__(self, _):
         return self
 
+    def __eq__(self, other):
+        return self is other
+
     def __ne__(self, other):
-        return self is not other and super().__ne__(other)
+        return self is not other
+
+    __hash__ = object.__hash__
 
 
 def columns_of(row):
