@@ -45,7 +45,7 @@ def test_json_is_one_object_with_a_result_per_policy(gradweave):
     [
         ("single", 7),
         ("data-parallel", 4),
-        ("pipeline", 6),
+        ("pipeline", 7),
         ("daso", 2),
     ],
 )

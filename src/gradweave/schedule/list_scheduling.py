@@ -8,7 +8,7 @@ from typing import Any
 from gradweave.schedule.graph import TaskGraph
 from gradweave.schedule.lanes import Discipline, Lane
 from gradweave.schedule.schedule import Schedule
-from gradweave.schedule.simulator import running_order
+from gradweave.schedule.simulator import Choice, running_order
 from gradweave.schedule.tasks import Kind
 
 
@@ -18,7 +18,12 @@ def link_lanes(graph: TaskGraph, discipline: Discipline = Discipline.FIFO) -> tu
 
 
 def greedy(
-    graph: TaskGraph, urgency: Sequence[Any], *, waits: tuple[tuple[int, int], ...] = (), policy: str
+    graph: TaskGraph,
+    urgency: Sequence[Any],
+    *,
+    waits: tuple[tuple[int, int], ...] = (),
+    choose: Choice | None = None,
+    policy: str,
 ) -> Schedule:
     """Return the schedule in which each device always runs its most urgent ready task.
 
@@ -29,6 +34,7 @@ def greedy(
         graph: A graph whose tasks all have a resource.
         urgency: One sort key per task, most urgent first.
         waits: Further dependencies, as in :class:`~gradweave.schedule.schedule.Schedule`.
+        choose: Decides which ready task starts, or that none does, in place of ``urgency``, which orders them for it.
         policy: Name for the schedule.
     """
     by_device: dict[str, list[int]] = {device: [] for device in graph.devices}
@@ -40,6 +46,6 @@ def greedy(
         for device, tasks in by_device.items()
     ]
     links = link_lanes(graph)
-    order = running_order(graph, (*choosing, *links), waits, policy)
+    order = running_order(graph, (*choosing, *links), waits, policy, choose)
     lanes = (Lane(lane.name, lane.resource, tuple(ran)) for lane, ran in zip(choosing, order, strict=False))
     return Schedule(graph, (*lanes, *links), waits, policy)

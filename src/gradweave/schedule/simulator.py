@@ -9,7 +9,7 @@ result depends on the order of a set.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 
 from gradweave.errors import ScheduleError
@@ -21,6 +21,13 @@ from gradweave.schedule.validation import name_tasks
 
 _IDLE = -1
 _MOST_CAUSES = 3
+
+Choice = Callable[[str, Sequence[int], Callable[[int], int]], int | None]
+"""Return which of a device's ready tasks starts now, or None to wait for the end of another task.
+
+Called with the device, the indices of its ready tasks (in the order of its lane), and a function from a task to the
+bytes that would be held if it started: the most of any device on which it takes some.
+"""
 
 
 def simulate(graph: TaskGraph, lanes: Sequence[Lane], waits: Sequence[tuple[int, int]], name: str) -> Timeline:
@@ -38,10 +45,17 @@ def simulate(graph: TaskGraph, lanes: Sequence[Lane], waits: Sequence[tuple[int,
 
 
 def running_order(
-    graph: TaskGraph, lanes: Sequence[Lane], waits: Sequence[tuple[int, int]], name: str
+    graph: TaskGraph,
+    lanes: Sequence[Lane],
+    waits: Sequence[tuple[int, int]],
+    name: str,
+    choose: Choice | None = None,
 ) -> list[list[int]]:
-    """Return the tasks of each lane in the order in which they finish, without accounting for bytes."""
-    simulation = _Simulation(graph, lanes, waits, name, ())
+    """Return the tasks of each lane in the order in which they finish; arguments are those of :func:`simulate`.
+
+    Bytes are accounted for only where ``choose``, which decides for the lanes of ``Discipline.PRIORITY``, asks for them.
+    """
+    simulation = _Simulation(graph, lanes, waits, name, () if choose is None else graph.buffers, choose)
     simulation.run()
     order: list[list[int]] = [[] for _ in lanes]
     for task, lane, _, _ in simulation.records:
@@ -129,6 +143,7 @@ class _Simulation:
             events cannot drop entries, so void ones stay in it and are skipped.
         events: Heap of (end, task, version).
         records: (task, lane, start, end) of everything that ran, by end.
+        refused: Lanes for which ``choose`` preferred to wait.
     """
 
     def __init__(
@@ -138,8 +153,11 @@ class _Simulation:
         waits: Iterable[tuple[int, int]],
         name: str,
         buffers: tuple[Buffer, ...],
+        choose: Choice | None = None,
     ) -> None:
         self.graph = graph
+        self.choose = choose
+        self.refused: set[int] = set()
         self.waits = waits
         self.name = name
         self.buffers = buffers
@@ -200,7 +218,7 @@ class _Simulation:
         while True:
             for number in sorted(touched):
                 state = self.lanes[number]
-                if state.can_start():
+                if self._is_chosen_for(state) if self._has_choice(state) else state.can_start():
                     self._start(state, changed)
             # Once for all ends and starts of the instant: the rates in between would last no time.
             for device in changed:
@@ -208,7 +226,8 @@ class _Simulation:
             changed.clear()
             if not events:
                 break
-            touched = set()
+            # A lane that waited may start after any end: bytes are freed on other devices too.
+            touched, self.refused = self.refused, set()
             self.now = now = events[0][0]
             # Exactly equal times are one instant. A task of no duration ends in the next round of the same instant,
             # since it starts after these ends.
@@ -225,6 +244,31 @@ class _Simulation:
         arrival = self.now if state.discipline is Discipline.FIFO else 0.0
         heapq.heappush(state.ready, (arrival, self.place[task], task))
         return state.number
+
+    def _has_choice(self, state: _LaneState) -> bool:
+        return self.choose is not None and state.discipline is Discipline.PRIORITY
+
+    def _is_chosen_for(self, state: _LaneState) -> bool:
+        """Put the task that is chosen at the head of an idle lane; return whether there is one."""
+        if state.running != _IDLE or not state.ready or self.choose is None:
+            return False
+        state.ready.sort()
+        tasks = [task for _, _, task in state.ready]
+        chosen = self.choose(state.lane.resource, tasks, self._bytes_once_started)
+        if chosen is None:
+            self.refused.add(state.number)
+            return False
+        # heappop takes the head, whatever it is, and the rest is sorted, which makes it a heap.
+        state.ready.insert(0, state.ready.pop(tasks.index(chosen)))
+        return True
+
+    def _bytes_once_started(self, task: int) -> int:
+        taken: dict[str, int] = {}
+        for number in self.buffers_of.get(task, ()):
+            if not self.buffer_live[number]:
+                buffer = self.buffers[number]
+                taken[buffer.device] = taken.get(buffer.device, 0) + buffer.size
+        return max((self.held[device] + size for device, size in taken.items()), default=0)
 
     def _start(self, state: _LaneState, changed: set[_SharedDevice]) -> None:
         """Start the most urgent ready task of a lane, interrupting the running one if there is one."""

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from gradweave.errors import GradweaveError
 from gradweave.schedule import POLICIES, Costs, Family, Link, data_parallel, hierarchical, pipeline, plan, single
+from gradweave.schedule.policies.memory_bounded import Backlog
 from schedule.strategies import graphs
 
 EPSILON = 1e-9
@@ -37,6 +38,12 @@ TABLE = {
     "zb_h1": CAPS,
     "fast_forward": CAPS,
     "modulo": {"group": st.integers(1, 3), **CAPS},
+    "memory_bounded": {
+        "group": st.integers(1, 3),
+        **CAPS,
+        **BUDGET,
+        "backlog": st.builds(Backlog, st.integers(0, 4), st.integers(0, 2), st.booleans()),
+    },
 }
 CASES = [(name, family) for name in TABLE for family in POLICIES[name].families]
 

@@ -23,6 +23,7 @@ from gradweave.schedule.policies.gpipe import gpipe
 from gradweave.schedule.policies.in_order import in_order
 from gradweave.schedule.policies.interleaved import interleaved
 from gradweave.schedule.policies.joint import joint
+from gradweave.schedule.policies.memory_bounded import memory_bounded
 from gradweave.schedule.policies.modulo import modulo
 from gradweave.schedule.policies.no_barrier import no_barrier
 from gradweave.schedule.policies.one_f_one_b import one_f_one_b
@@ -103,6 +104,7 @@ POLICIES: dict[PolicyName, Policy] = {
         Policy(zb_h1, _PIPELINE),
         Policy(fast_forward, _PIPELINE),
         Policy(modulo, _PIPELINE),
+        Policy(memory_bounded, _PIPELINE),
     )
 }
 

@@ -32,10 +32,10 @@ def input_gradients_first(
     check_in_flight(max_in_flight)
     graph = place(graph, placement)
     urgency = [(task.step, _RANK[task.kind], task.microbatch, task.layer) for task in graph.tasks]
-    return greedy(graph, urgency, waits=_admission(graph, max_in_flight), policy=policy)
+    return greedy(graph, urgency, waits=admission(graph, max_in_flight), policy=policy)
 
 
-def _admission(graph: TaskGraph, max_in_flight: int | None) -> tuple[tuple[int, int], ...]:
+def admission(graph: TaskGraph, max_in_flight: int | None) -> tuple[tuple[int, int], ...]:
     """Return waits that let a micro-batch enter once the one ``max_in_flight`` before it has all weight gradients."""
     if max_in_flight is None:
         return ()
