@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from gradweave.compare.models.gpt import _Block as CausalBlock
 from gradweave.parallel.pipeline import Pipeline, measure_layers
-from gradweave.parallel.pipeline.costs import by_layer
+from gradweave.parallel.pipeline.partition import by_layer
 from gradweave.parallel.pipeline.planner import Settings, choose
 from gradweave.schedule import Costs, LayerCost
 

@@ -53,7 +53,7 @@ def running_order(
 ) -> list[list[int]]:
     """Return the tasks of each lane in the order in which they finish; arguments are those of :func:`simulate`.
 
-    Bytes are accounted for only where ``choose``, which decides for the lanes of ``Discipline.PRIORITY``, asks for them.
+    Bytes are accounted for only where ``choose`` decides for the lanes of ``Discipline.PRIORITY``, and asks for them.
     """
     simulation = _Simulation(graph, lanes, waits, name, () if choose is None else graph.buffers, choose)
     simulation.run()

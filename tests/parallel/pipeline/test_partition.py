@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradweave.errors import ArgumentError
-from gradweave.parallel.pipeline.partition import balance, cut, stage_bytes, stage_costs
+from gradweave.parallel.pipeline.partition import balance, by_layer, cut, stage_graph
 from gradweave.schedule import Costs, LayerCost
 
 
@@ -36,11 +36,28 @@ def test_equal_layers_are_shared_out_evenly():
 
 def test_stages_cost_what_their_layers_do_and_send_what_their_ends_do():
     costs = Costs(tuple(LayerCost(f"{i}", 1, 2, 3, 4, 10 + i, 20 + i, 5) for i in range(4)))
-    one, two = stage_costs(costs, [range(3), range(3, 4)])
+    graph = stage_graph(costs, [range(3), range(3, 4)], ranks=2, microbatches=1)
+    one, two = graph.costs.layers
     assert (one.forward, one.input_grad, one.weight_grad, one.update) == (3, 6, 9, 12)
     assert (one.input_bytes, one.output_bytes, one.parameter_bytes) == (10, 22, 15)
     assert two.input_bytes == 13
-    assert [(b.activations, b.gradients) for b in stage_bytes(costs, [range(3), range(3, 4)])] == [(33, 63), (13, 23)]
+
+
+def test_stages_keep_the_inputs_of_all_their_layers_and_the_gradients_of_all_their_outputs():
+    costs = Costs(tuple(LayerCost(f"{i}", 1, 2, 3, 4, 10 + i, 20 + i, 5) for i in range(4)))
+    graph = stage_graph(costs, [range(3), range(3, 4)], ranks=2, microbatches=2)
+    kept = [("".join(graph.tasks[user].kind for user in one.users), one.size) for one in graph.buffers]
+    assert kept == [*[("FW", 33), ("XW", 63)] * 2, *[("FW", 13), ("XW", 23)] * 2]
+
+
+def test_costs_of_modules_belong_to_the_layers_that_have_them():
+    fine = Costs(tuple(LayerCost(name, 1, 1, 1) for name in ("0.a", "1.b", "0.c", "3")))
+    costs, spans = by_layer(fine, ["0", "1", "2", "3"])
+    assert [layer.name for layer in costs.layers] == ["0.a", "0.c", "1.b", "2", "3"]
+    assert spans == [range(2), range(2, 3), range(3, 4), range(4, 5)]
+    assert costs.layers[3].forward == 0
+    with pytest.raises(ArgumentError, match=r"costs='0\.a': is not of a layer"):
+        by_layer(fine, ["x"])
 
 
 def test_layers_of_no_known_cost_count_as_equal():

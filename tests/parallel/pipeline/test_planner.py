@@ -3,7 +3,7 @@
 import pytest
 
 from gradweave.errors import ArgumentError, ScheduleError
-from gradweave.parallel.pipeline.costs import by_layer
+from gradweave.parallel.pipeline.partition import by_layer
 from gradweave.parallel.pipeline.planner import Settings, choose
 from gradweave.schedule import Costs, LayerCost, Link
 
@@ -48,6 +48,27 @@ def test_a_budget_is_kept_or_refused():
         choose(Settings("modulo", 8, 1, byte_budget=3), UNIFORM, 4)
 
 
+def test_a_plan_carries_the_name_of_the_policy_that_made_it_and_says_why():
+    free = choose(Settings("modulo", 8, 1), UNIFORM, 4)
+    tight = choose(Settings("modulo", 8, 1, byte_budget=36), UNIFORM, 4)
+    assert tight.program.policy == "memory_bounded"
+    said = tight.explain()
+    assert said.startswith("memory_bounded: 24 stages of up to 1 layers on 4 ranks, 8 micro-batches; predicted ")
+    assert "policy='modulo': the least bytes among the fastest of" in said
+    assert "keep to byte_budget=36" in said
+    assert "without costs=" not in free.explain()
+    unknown, _ = by_layer(None, ["a", "b"])
+    assert "without costs=" in choose(Settings("modulo", 2), unknown, 2).explain()
+
+
+def test_the_bounded_policy_can_be_asked_for():
+    asked = choose(Settings("memory_bounded", 8, 1, byte_budget=25), UNIFORM, 4)
+    assert asked.program.policy == "memory_bounded"
+    assert asked.peak_bytes <= 25
+    with pytest.raises(ScheduleError, match=r"byte_budget=1: memory_bounded holds .* bytes at least"):
+        choose(Settings("memory_bounded", 8, 1, byte_budget=1), UNIFORM, 4)
+
+
 @pytest.mark.parametrize(
     ("settings", "ranks", "message"),
     [
@@ -61,13 +82,3 @@ def test_a_budget_is_kept_or_refused():
 def test_what_is_refused(settings, ranks, message):
     with pytest.raises(ArgumentError, match=message):
         choose(settings, UNIFORM, ranks)
-
-
-def test_costs_of_modules_belong_to_the_layers_that_have_them():
-    fine = Costs(tuple(LayerCost(name, 1, 1, 1) for name in ("0.a", "1.b", "0.c", "3")))
-    costs, spans = by_layer(fine, ["0", "1", "2", "3"])
-    assert [layer.name for layer in costs.layers] == ["0.a", "0.c", "1.b", "2", "3"]
-    assert spans == [range(2), range(2, 3), range(3, 4), range(4, 5)]
-    assert costs.layers[3].forward == 0
-    with pytest.raises(ArgumentError, match=r"costs='0\.a': is not of a layer"):
-        by_layer(fine, ["x"])

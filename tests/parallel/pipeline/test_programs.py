@@ -5,11 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradweave.errors import ArgumentError
-from gradweave.parallel.pipeline.bounded import Patience, StageBytes, bounded_orders
-from gradweave.parallel.pipeline.partition import stage_costs
-from gradweave.parallel.pipeline.prediction import predict
-from gradweave.parallel.pipeline.programs import ONE_STAGE, POLICIES, V_SHAPED, Program, make_program
+from gradweave.parallel.pipeline.partition import stage_graph
+from gradweave.parallel.pipeline.programs import ONE_STAGE, POLICIES, V_SHAPED, make_program
 from gradweave.schedule import Costs, LayerCost, Link, pipeline, plan
+from gradweave.schedule.policies.memory_bounded import Backlog
 
 
 def runs_of(layers, stages):
@@ -19,9 +18,11 @@ def runs_of(layers, stages):
 
 def made(policy, ranks, layers, microbatches, per_rank=1, costs=None, **options):
     costs = costs or Costs.uniform(layers)
-    runs = runs_of(layers, ranks * per_rank)
-    program = make_program(policy, stage_costs(costs, runs), ranks=ranks, microbatches=microbatches, **options)
-    return program, predict(program, costs, runs, link=options.get("link", Link()))
+    runs = runs_of(layers, int(ranks * per_rank))
+    link = options.pop("link", Link())
+    graph = stage_graph(costs, runs, ranks=ranks, microbatches=microbatches, link=link)
+    program = make_program(policy, graph, **options)
+    return program, program.predict(costs, runs, link=link)
 
 
 def check(program, microbatches):
@@ -66,7 +67,7 @@ def test_known_figures_for_layers_of_one_second(ranks, microbatches, gpipe, fast
 
 
 @pytest.mark.parametrize("policy", ["gpipe", "one_f_one_b"])
-def test_torchs_schedules_are_predicted_as_the_scheduler_knows_them(policy):
+def test_gpipe_and_1f1b_are_those_of_the_scheduler(policy):
     costs = Costs(tuple(LayerCost(f"{i}", 1 + i % 3, 2, 1, 0.5, 3, 4, 5) for i in range(8)))
     link = Link(10.0, 0.1)
     known = plan(pipeline(costs, stages=4, microbatches=6, link=link), policy=policy).simulate()
@@ -76,7 +77,7 @@ def test_torchs_schedules_are_predicted_as_the_scheduler_knows_them(policy):
 
 
 @pytest.mark.parametrize("cap", [1, 2, 3])
-@pytest.mark.parametrize("policy", ["fast_forward", "modulo"])
+@pytest.mark.parametrize("policy", ["fast_forward", "modulo", "memory_bounded"])
 def test_a_cap_holds_on_every_rank(policy, cap):
     program, _ = made(policy, 4, 8, 8, 1 if policy in ONE_STAGE else 2, max_in_flight=cap)
     assert max(program.most_in_flight) <= cap
@@ -88,7 +89,7 @@ def test_what_is_refused():
     with pytest.raises(ArgumentError, match="stages=12: zbv has two per rank, 8"):
         made("zbv", 4, 12, 4, 3)
     with pytest.raises(ArgumentError, match="stages=3: give a multiple of the 2 ranks"):
-        make_program("modulo", Costs.uniform(3).layers, ranks=2, microbatches=2)
+        made("modulo", 2, 3, 2, 1.5)
     with pytest.raises(ArgumentError, match="torch refuses interleaved"):
         made("interleaved", 4, 8, 9, 2)
     with pytest.raises(ArgumentError, match="max_in_flight=0"):
@@ -100,22 +101,20 @@ def test_what_is_refused():
     per_rank=st.integers(1, 3),
     microbatches=st.integers(1, 6),
     budget=st.integers(1, 60),
-    patience=st.builds(Patience, st.integers(0, 4), st.integers(0, 2), st.booleans()),
+    backlog=st.builds(Backlog, st.integers(0, 4), st.integers(0, 2), st.booleans()),
     seconds=st.lists(st.integers(1, 5), min_size=3, max_size=3),
 )
-def test_orders_within_a_bound_are_possible_and_keep_to_it(ranks, per_rank, microbatches, budget, patience, seconds):
+def test_orders_within_a_bound_are_possible_and_keep_to_it(ranks, per_rank, microbatches, budget, backlog, seconds):
     stages = ranks * per_rank
     costs = Costs(tuple(LayerCost(f"{i}", *seconds, 0.0, 1, 1) for i in range(stages)))
-    sizes = [StageBytes(1, 1)] * stages
-    common = {"ranks": ranks, "microbatches": microbatches, "patience": patience}
-    needed = 2 * stages  # enough for one micro-batch to pass, X beyond the bound included
-    orders = bounded_orders(costs.layers, sizes, byte_budget=max(budget, needed), **common)
-    program = Program("modulo", tuple(map(tuple, orders)), microbatches)
+    enough = max(budget, 2 * stages)  # for one micro-batch to pass
+    program, _ = made(
+        "memory_bounded", ranks, stages, microbatches, per_rank, costs, byte_budget=enough, backlog=backlog
+    )
     check(program, microbatches)
-    predict(program, costs, runs_of(stages, stages))
     for actions in program.ranks:
         held = most = 0
         for what, _, _ in actions:
             held += {"F": 1, "X": 1, "W": -2}[what]
             most = max(most, held)
-        assert most <= max(budget, needed)
+        assert most <= enough

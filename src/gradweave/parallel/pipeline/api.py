@@ -18,8 +18,9 @@ from gradweave.parallel.pipeline.checks import BatchShapes, check_layers, check_
 from gradweave.parallel.pipeline.clipping import clip_grad_norm, places_of
 from gradweave.parallel.pipeline.part import Mark
 from gradweave.parallel.pipeline.plan_agreement import agree, refuse_together
-from gradweave.parallel.pipeline.planner import Plan, Settings
+from gradweave.parallel.pipeline.planner import Plan, Settings, Split
 from gradweave.parallel.pipeline.process_group import Together
+from gradweave.parallel.pipeline.programs import PipelinePolicy
 from gradweave.parallel.pipeline.stage import Stage, total
 from gradweave.parallel.pipeline.tied import TiedGradients, find_ties
 from gradweave.parallel.pipeline.weight_gradients import Ledger
@@ -67,13 +68,13 @@ class Pipeline:
         loss_fn: Loss,
         *,
         microbatches: int,
-        policy: str = "modulo",
+        policy: PipelinePolicy = "modulo",
         group: int | None = None,
         max_in_flight: int | None = None,
         byte_budget: int | None = None,
         costs: Costs | None = None,
         link: Link | None = None,
-        split: str = "fast",
+        split: Split = "fast",
         device: torch.device | str | None = None,
         process_group: Any = None,
         timeout: float | None = None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from gradweave.errors import ArgumentError
 from gradweave.parallel.pipeline.process_group import Together
-from gradweave.schedule.costs import Costs, LayerCost
+from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
 
 _SMALL, _LARGE, _TURNS = 1024, 4 << 20, 3
@@ -40,35 +39,6 @@ def measure_layers(
         return loss_fn(whole(x), target)
 
     return measure_costs(model, loss, optimizer or SGD(model.parameters(), lr=0.0), batch)
-
-
-def by_layer(costs: Costs | None, names: Sequence[str]) -> tuple[Costs, list[range]]:
-    """Costs in the order of a model's layers, and which of them belong to each layer.
-
-    Args:
-        costs: By the names of modules, such as ``"3.attention.out"`` in layer ``"3"``; None counts layers as
-            equal.
-        names: Of the layers. One without costs costs nothing.
-    """
-    if costs is None:
-        return Costs(tuple(LayerCost(name, 1.0, 1.0, 1.0) for name in names), source="unknown"), _each_one(names)
-    parts: dict[str, list[LayerCost]] = {name: [] for name in names}
-    for layer in costs.layers:
-        owner = layer.name.partition(".")[0]
-        if owner not in parts:
-            raise ArgumentError("costs", layer.name, "is not of a layer of this model; measure the model that is given")
-        parts[owner].append(layer)
-    ordered: list[LayerCost] = []
-    spans = []
-    for name, own in parts.items():
-        own = own or [LayerCost(name, 0.0, 0.0, 0.0)]
-        spans.append(range(len(ordered), len(ordered) + len(own)))
-        ordered += own
-    return Costs(tuple(ordered), costs.name, costs.source), spans
-
-
-def _each_one(names: Sequence[str]) -> list[range]:
-    return [range(i, i + 1) for i in range(len(names))]
 
 
 def measure_link(together: Together, device: torch.device) -> Link:

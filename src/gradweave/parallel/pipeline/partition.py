@@ -1,24 +1,55 @@
-"""Cutting a row of layers into stages that cost about the same."""
+"""Stages: a row of layers cut into runs that cost about the same."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 from gradweave.errors import ArgumentError
-from gradweave.parallel.pipeline.bounded import StageBytes
-from gradweave.schedule.costs import Costs, LayerCost
+from gradweave.schedule import Buffer, Costs, Kind, LayerCost, TaskGraph, pipeline
+from gradweave.schedule.links import Link
 
 _SLACK = 1 + 1e-9
 """Sums of floats in another order differ by rounding."""
+UNKNOWN = "unknown"
+"""Source of costs that were not measured."""
+
+
+def by_layer(costs: Costs | None, names: Sequence[str]) -> tuple[Costs, list[range]]:
+    """Return costs in the order of a model's layers, and the entries that belong to each layer.
+
+    Args:
+        costs: By the names of modules, such as ``"3.attention.out"`` in layer ``"3"``; None counts layers as
+            equal.
+        names: Of the layers. One without costs costs nothing.
+    """
+    if costs is None:
+        equal = Costs(tuple(LayerCost(name, 1.0, 1.0, 1.0) for name in names), source=UNKNOWN)
+        return equal, [range(i, i + 1) for i in range(len(names))]
+    parts: dict[str, list[LayerCost]] = {name: [] for name in names}
+    for layer in costs.layers:
+        owner = layer.name.partition(".")[0]
+        if owner not in parts:
+            raise ArgumentError("costs", layer.name, "is not of a layer of this model; measure the model that is given")
+        parts[owner].append(layer)
+    ordered: list[LayerCost] = []
+    spans = []
+    for name, own in parts.items():
+        own = own or [LayerCost(name, 0.0, 0.0, 0.0)]
+        spans.append(range(len(ordered), len(ordered) + len(own)))
+        ordered += own
+    return Costs(tuple(ordered), costs.name, costs.source), spans
 
 
 def balance(weights: Sequence[float], parts: int) -> list[range]:
-    """Cuts a row into runs, none empty, so that the heaviest is as light as can be, and the others are alike.
+    """Cut a row into runs, none empty, of which the heaviest is as light as can be and the others are alike.
+
+    Among the cuts that have the lightest heaviest run, dynamic programming takes the one with the least sum of squares.
 
     Args:
-        weights: What each layer costs.
-        parts: How many runs.
+        weights: The cost of each layer.
+        parts: Number of runs.
     """
     if not 1 <= parts <= len(weights):
         raise ArgumentError("stages", parts, f"give 1 to {len(weights)}: a stage has one layer at least")
@@ -46,7 +77,7 @@ def balance(weights: Sequence[float], parts: int) -> list[range]:
 
 
 def _heaviest(weights: Sequence[float], parts: int) -> float:
-    """The least bound within which a row can be cut into so many runs."""
+    """Return the least bound within which a row can be cut into so many runs, by bisection."""
     low, high = max(max(weights), sum(weights) / parts), sum(weights)
     for _ in range(60):
         middle = (low + high) / 2
@@ -66,40 +97,59 @@ def _runs_within(weights: Sequence[float], bound: float) -> int:
     return runs
 
 
-def cost_of(layer: LayerCost) -> float:
-    """Seconds of a layer for one micro-batch."""
-    return layer.forward + layer.input_grad + layer.weight_grad
-
-
 def cut(costs: Costs, spans: Sequence[range], stages: int) -> list[range]:
-    """The layers of each stage, balanced by what they cost; ``spans`` are the costs of each layer."""
-    weights = [sum(cost_of(costs.layers[i]) for i in span) for span in spans]
+    """Return the layers of each stage, balanced by their costs.
+
+    Args:
+        costs: As fine as they were measured.
+        spans: The costs of each layer.
+        stages: Number of runs.
+    """
+    weights = [sum(_seconds(costs.layers[i]) for i in span) for span in spans]
     if not any(weights):
         weights = [1.0] * len(weights)
     return balance(weights, stages)
 
 
-def stage_costs(costs: Costs, runs: Sequence[range]) -> list[LayerCost]:
-    """What whole stages cost; their inputs and outputs are those of their first and last layers."""
-    return [_together([costs.layers[i] for i in run], number) for number, run in enumerate(runs)]
+def _seconds(layer: LayerCost) -> float:
+    return layer.forward + layer.input_grad + layer.weight_grad
 
 
-def stage_bytes(costs: Costs, runs: Sequence[range]) -> list[StageBytes]:
-    """What whole stages keep alive: the inputs of their layers, and the gradients of their outputs."""
-    return [
-        StageBytes(sum(costs.layers[i].input_bytes for i in run), sum(costs.layers[i].output_bytes for i in run))
-        for run in runs
-    ]
+def stage_graph(
+    costs: Costs, runs: Sequence[range], *, ranks: int, microbatches: int, link: Link = Link()
+) -> TaskGraph:
+    """Return a pipeline's graph in which each stage is one layer, for policies to order.
+
+    A stage sends the output of its last layer, but keeps the inputs of all of its layers from F until W, and the
+    gradients of all their outputs from X until W: that is what its buffers say.
+
+    Args:
+        costs: As fine as they were measured.
+        runs: The costs of each stage.
+        ranks: Number of devices.
+        microbatches: Per step.
+        link: Between ranks.
+    """
+    stages = [_merged([costs.layers[i] for i in run], number) for number, run in enumerate(runs)]
+    graph = pipeline(Costs(tuple(stages)), stages=ranks, microbatches=microbatches, link=link)
+    buffers = []
+    for stage, run in enumerate(runs):
+        activations = sum(costs.layers[i].input_bytes for i in run)
+        gradients = sum(costs.layers[i].output_bytes for i in run)
+        for microbatch in range(microbatches):
+            f, x, w = (graph.index[kind, stage, microbatch, 0] for kind in (Kind.F, Kind.X, Kind.W))
+            buffers += [Buffer(activations, "", (f, w)), Buffer(gradients, "", (x, w))]
+    return replace(graph, buffers=tuple(buffers))
 
 
-def _together(layers: Sequence[LayerCost], number: int) -> LayerCost:
+def _merged(layers: Sequence[LayerCost], number: int) -> LayerCost:
     return LayerCost(
         f"stage{number}",
-        sum(layer.forward for layer in layers),
-        sum(layer.input_grad for layer in layers),
-        sum(layer.weight_grad for layer in layers),
-        sum(layer.update for layer in layers),
-        layers[0].input_bytes,
-        layers[-1].output_bytes,
-        sum(layer.parameter_bytes for layer in layers),
+        forward=sum(layer.forward for layer in layers),
+        input_grad=sum(layer.input_grad for layer in layers),
+        weight_grad=sum(layer.weight_grad for layer in layers),
+        update=sum(layer.update for layer in layers),
+        input_bytes=layers[0].input_bytes,
+        output_bytes=layers[-1].output_bytes,
+        parameter_bytes=sum(layer.parameter_bytes for layer in layers),
     )

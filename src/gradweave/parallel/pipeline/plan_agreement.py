@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.parallel.pipeline.costs import by_layer, measure_link
+from gradweave.parallel.pipeline.costs import measure_link
+from gradweave.parallel.pipeline.partition import by_layer
 from gradweave.parallel.pipeline.planner import Plan, Settings, choose
 from gradweave.parallel.pipeline.process_group import Together
 from gradweave.schedule.costs import Costs

@@ -1,28 +1,38 @@
-"""Which schedule, how many stages, how many micro-batches in flight: found by simulating them."""
+"""Plans: the schedule, the number of stages and the cap on micro-batches in flight, chosen by simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 from gradweave.errors import ArgumentError, GradweaveError, ScheduleError
-from gradweave.parallel.pipeline.bounded import ENDLESS, Patience, StageBytes, bounded_orders
-from gradweave.parallel.pipeline.partition import cut, stage_bytes, stage_costs
-from gradweave.parallel.pipeline.prediction import predict
-from gradweave.parallel.pipeline.programs import ONE_STAGE, OURS, POLICIES, V_SHAPED, Program, make_program
-from gradweave.schedule.costs import Costs, LayerCost
+from gradweave.parallel.pipeline.partition import UNKNOWN, cut, stage_graph
+from gradweave.parallel.pipeline.programs import (
+    ONE_STAGE,
+    OWN,
+    POLICIES,
+    TORCHS,
+    V_SHAPED,
+    PipelinePolicy,
+    Program,
+    make_program,
+)
+from gradweave.schedule import Costs
 from gradweave.schedule.links import Link
+from gradweave.schedule.policies.memory_bounded import BACKLOGS, ENDLESS, Backlog
 
-SPLITS = ("fast", "torch")
+Split = Literal["fast", "torch"]
+SPLITS: tuple[str, ...] = get_args(Split)
+
 _AS_GOOD = 1.005
 """Plans within this of the fastest count as fast; the one with the least memory is taken."""
-_FEW = (Patience(0, 1, False), Patience(0, 2, True), Patience(1, 1, False), Patience(4, 0, True))
-_MANY = (
-    ENDLESS,
-    *(Patience(base, slope, first) for base in (0, 1, 2, 4) for slope in (0, 1, 2) for first in (False, True)),
-)
+_FEW_BACKLOGS = (Backlog(0, 1), Backlog(0, 2, True), Backlog(1, 1), Backlog(4, 0, True))
+"""Of them those that often hold less in the same time, for where no budget asks for more."""
 _SHARES = (1.0, 0.93, 0.86, 0.8)
-"""Of the budget: what stages keep is a bound on what their layers do but for the layer that runs."""
+"""Of the budget, tried in turn: a stage's buffers leave out gradients that have arrived and wait for their X."""
+_BOUNDED = "memory_bounded"
+"""The policy that is tried along with gradweave's others, which only fill gaps with weight gradients."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +48,15 @@ class Settings:
         split: Who takes X and W apart.
     """
 
-    policy: str
+    policy: PipelinePolicy
     microbatches: int
     group: int | None = None
     max_in_flight: int | None = None
     byte_budget: int | None = None
-    split: str = "fast"
+    split: Split = "fast"
 
     def check(self) -> None:
-        """Rejects what no pipeline could do."""
+        """Raise ArgumentError for what no pipeline could do."""
         if self.policy != "auto" and self.policy not in POLICIES:
             raise ArgumentError("policy", self.policy, f"use one of auto, {', '.join(POLICIES)}")
         if self.split not in SPLITS:
@@ -66,30 +76,42 @@ class Plan:
         runs: The layers of each stage.
         seconds: Of a step, as simulated.
         peak_bytes: Most that any rank holds for micro-batches in flight, as simulated.
+        reason: Why it was chosen.
     """
 
     program: Program
     runs: tuple[range, ...]
     seconds: float
     peak_bytes: int
+    reason: str = ""
 
     @property
     def group(self) -> int:
         """Layers of the longest stage."""
         return max(len(run) for run in self.runs)
 
+    def explain(self) -> str:
+        """Return what was planned, what it is predicted to take, and why it was chosen."""
+        program = self.program
+        cap = "" if program.max_in_flight is None else f", at most {program.max_in_flight} in flight"
+        return (
+            f"{program.policy}: {len(self.runs)} stages of up to {self.group} layers on {len(program.ranks)} ranks, "
+            f"{program.microbatches} micro-batches{cap}; predicted {self.seconds:.4g} s a step and at most "
+            f"{self.peak_bytes:,} bytes for micro-batches in flight on a rank; {self.reason}"
+        )
+
 
 def choose(
     settings: Settings, costs: Costs, ranks: int, link: Link = Link(), *, spans: Sequence[range] | None = None
 ) -> Plan:
-    """The fastest plan within the budget, by simulation; of those that are as fast, the one that holds least.
+    """Return the fastest plan within the budget, by simulation; of those that are as fast, the one that holds least.
 
     Args:
         settings: What is asked for.
         costs: Of the model, as fine as they were measured.
-        ranks: Devices.
+        ranks: Number of devices.
         link: Between them.
-        spans: Which costs belong to each layer of the model; None for one each.
+        spans: The costs of each layer of the model; None for one each.
     """
     settings.check()
     spans = [range(i, i + 1) for i in range(len(costs.layers))] if spans is None else spans
@@ -98,10 +120,10 @@ def choose(
         raise ArgumentError("model", f"{layers} layers", f"give one for each of the {ranks} ranks at least")
     plans: list[Plan] = []
     refusals: list[GradweaveError] = []
-    for policy in POLICIES if settings.policy == "auto" else (settings.policy,):
+    for policy in _policies(settings):
         try:
             for stages in _stage_counts(policy, settings, layers, ranks):
-                plans += _plans(policy, stages, settings, costs, spans, ranks, link)
+                plans += _plans(policy, stages, settings, costs, spans, ranks, link, refusals)
         except (ArgumentError, ScheduleError) as refusal:
             refusals.append(refusal)
     if not plans:
@@ -114,14 +136,38 @@ def choose(
             f"{least.program.policy}; raise the budget, or give more and smaller micro-batches"
         )
     fastest = min(plan.seconds for plan in fitting)
-    return min(
+    chosen = min(
         (plan for plan in fitting if plan.seconds <= fastest * _AS_GOOD),
         key=lambda plan: (plan.peak_bytes, plan.seconds, len(plan.runs)),
     )
+    return replace(chosen, reason=_reason(settings, costs, plans, fitting))
+
+
+def _reason(settings: Settings, costs: Costs, plans: Sequence[Plan], fitting: Sequence[Plan]) -> str:
+    """Return why a plan is chosen among those that were simulated."""
+    best: dict[str, float] = {}
+    for plan in fitting:
+        name = plan.program.policy
+        best[name] = min(plan.seconds, best.get(name, plan.seconds))
+    told = ", ".join(f"{name} {seconds:.4g} s" for name, seconds in sorted(best.items(), key=lambda one: one[1]))
+    budget = settings.byte_budget
+    within = "" if budget is None else f", of which {len(fitting)} keep to byte_budget={budget:,}"
+    unknown = "; without costs=, each of a layer's tasks counts as 1 s and no bytes" if costs.source == UNKNOWN else ""
+    return (
+        f"policy={settings.policy!r}: the least bytes among the fastest of {len(plans)} simulated plans{within} "
+        f"(best of each policy: {told}){unknown}"
+    )
+
+
+def _policies(settings: Settings) -> tuple[str, ...]:
+    """Return the policies to try; the bounded one is tried with others."""
+    if settings.policy != "auto":
+        return (settings.policy,)
+    return tuple(policy for policy in POLICIES if policy != _BOUNDED)
 
 
 def _stage_counts(policy: str, settings: Settings, layers: int, ranks: int) -> Iterator[int]:
-    """How many stages to try."""
+    """Return the numbers of stages to try."""
     group = settings.group
     if policy in ONE_STAGE:
         counts = [ranks]
@@ -143,52 +189,51 @@ def _stage_counts(policy: str, settings: Settings, layers: int, ranks: int) -> I
 
 
 def _plans(
-    policy: str, stages: int, settings: Settings, costs: Costs, spans: Sequence[range], ranks: int, link: Link
+    policy: str,
+    stages: int,
+    settings: Settings,
+    costs: Costs,
+    spans: Sequence[range],
+    ranks: int,
+    link: Link,
+    refusals: list[GradweaveError],
 ) -> Iterator[Plan]:
-    """Orders found for the link as it is, and for one that costs nothing; all are judged by the link as it is.
+    """Return plans whose orders were found for the link as it is and for a free one; the real link judges all of them.
 
-    What arrives a little late finds its rank busy with something long, if the order counts on its being late.
+    An order found for a slow link may count on a message that comes late: its rank does something long meanwhile. Where
+    the message costs little, the order found for a free link, which takes it as soon as it comes, is the better one.
     """
     runs = cut(costs, spans, stages)
     fine = [range(spans[run[0]].start, spans[run[-1]].stop) for run in runs]
-    whole = stage_costs(costs, fine)
-    programs: list[Program] = []
+    programs: dict[tuple[Any, ...], Program] = {}
     for assumed in dict.fromkeys((Link(), link)):
-        programs += (
-            make_program(
-                policy, whole, ranks=ranks, microbatches=settings.microbatches, max_in_flight=cap, link=assumed
-            )
-            for cap in _caps(policy, settings, ranks)
-        )
-        if policy in OURS and settings.max_in_flight is None:
-            programs += _bounded(policy, whole, stage_bytes(costs, fine), settings, ranks, assumed)
-    for program in dict.fromkeys(programs):
-        timeline = predict(program, costs, fine, link=link)
+        graph = stage_graph(costs, fine, ranks=ranks, microbatches=settings.microbatches, link=assumed)
+        for name, options in _variants(policy, settings, ranks):
+            try:
+                program = make_program(name, graph, **options)
+            except ArgumentError as refusal:
+                if name != _BOUNDED:
+                    raise
+                refusals.append(refusal)  # another variant may keep to the budget
+            else:
+                programs.setdefault(program.ranks, program)
+    for program in programs.values():
+        timeline = program.predict(costs, fine, link=link)
         yield Plan(program, tuple(runs), timeline.makespan, timeline.peak_bytes)
 
 
-def _bounded(
-    policy: str, costs: Sequence[LayerCost], sizes: Sequence[StageBytes], settings: Settings, ranks: int, link: Link
-) -> Iterator[Program]:
-    """Orders that hold less: found with less patience, and within a bound if there is one."""
-    budget = settings.byte_budget
-    shares = (None,) if budget is None else _SHARES
-    for share in shares:
-        bound = None if budget is None or share is None else int(share * budget)
-        for patience in _FEW if budget is None else _MANY:
-            try:
-                orders = bounded_orders(
-                    costs, sizes, ranks=ranks, microbatches=settings.microbatches, byte_budget=bound,
-                    patience=patience, link=link,
-                )  # fmt: skip
-            except ScheduleError:
-                continue
-            yield Program(policy, tuple(tuple(order) for order in orders), settings.microbatches)
-
-
-def _caps(policy: str, settings: Settings, ranks: int) -> list[int | None]:
-    """Which caps to try: that of the user, or some; torch's own schedules take none."""
-    if settings.max_in_flight is not None or policy not in OURS:
-        return [settings.max_in_flight]
-    few = range(1, ranks) if settings.byte_budget is not None else ()
-    return [None, *(cap for cap in (*few, ranks, ranks + 1, 2 * ranks) if cap < settings.microbatches)]
+def _variants(policy: str, settings: Settings, ranks: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return the policies to try for the one that was asked for, with their options."""
+    cap, budget = settings.max_in_flight, settings.byte_budget
+    if policy in TORCHS:
+        yield policy, {} if cap is None else {"max_in_flight": cap}
+    else:
+        own = {"backlog": ENDLESS} if policy == _BOUNDED else {}
+        few = range(1, ranks) if budget is not None else ()
+        caps = [other for other in (*few, ranks, ranks + 1, 2 * ranks) if other < settings.microbatches]
+        yield from ((policy, {"max_in_flight": other, **own}) for other in ([None, *caps] if cap is None else [cap]))
+    if policy in OWN and (cap is None or policy == _BOUNDED):
+        bounds = [None] if budget is None else [max(1, int(share * budget)) for share in _SHARES]
+        for bound in bounds:
+            for backlog in _FEW_BACKLOGS if budget is None else BACKLOGS:
+                yield _BOUNDED, {"max_in_flight": cap, "byte_budget": bound, "backlog": backlog}

@@ -1,31 +1,36 @@
-"""What each rank of a pipeline does, in order: the form in which every schedule is simulated and run."""
+"""Programs: what each rank of a pipeline does, in order. Every schedule is simulated and run in this form."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
+from typing import Any, Literal, cast, get_args
 
 from gradweave._compat.pipelining import Action, torch_program
 from gradweave.errors import ArgumentError
-from gradweave.schedule.builders import pipeline
-from gradweave.schedule.costs import Costs, LayerCost
+from gradweave.schedule import Costs, Kind, Lane, PolicyName, Schedule, TaskGraph, Timeline, pipeline, plan
 from gradweave.schedule.links import Link
-from gradweave.schedule.policies import PolicyName, plan
+from gradweave.schedule.list_scheduling import link_lanes
 from gradweave.schedule.policies.stage_programs import check_in_flight
-from gradweave.schedule.tasks import Kind
+from gradweave.schedule.transforms import device_name, place
 
-OURS = ("fast_forward", "modulo")
-TORCHS = ("gpipe", "one_f_one_b", "interleaved", "interleaved_zero_bubble", "zbv")
-POLICIES = (*OURS, *TORCHS)
+OwnPolicy = Literal["fast_forward", "modulo", "memory_bounded"]
+"""Orders of gradweave's, which torch's runtime is told to follow."""
+TorchPolicy = Literal["gpipe", "one_f_one_b", "interleaved", "interleaved_zero_bubble", "zbv"]
+"""Schedules that torch has classes for."""
+PipelinePolicy = Literal["auto", OwnPolicy, TorchPolicy]
+
+OWN: tuple[str, ...] = get_args(OwnPolicy)
+TORCHS: tuple[str, ...] = get_args(TorchPolicy)
+POLICIES = (*OWN, *TORCHS)
 ONE_STAGE = ("fast_forward", "gpipe", "one_f_one_b")
-"""Those that give each rank one run of layers."""
+"""Policies that give each rank one run of layers."""
 V_SHAPED = ("zbv",)
-"""Those that give each rank two: one on the way up, one on the way down."""
+"""Policies that give each rank two: one on the way up, one on the way down."""
 
-_ACTIONS = {Kind.F: "F", Kind.X: "X", Kind.W: "W"}
+_IN_FLIGHT = {"F": 1, "X": 0, "W": -1, "B": -1}
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class Program:
     """What each rank does, in order.
 
     Attributes:
-        policy: Whose.
-        ranks: For each rank its actions: what (F, X, W, or B for X and W together), stage and micro-batch.
+        policy: Name of the policy that made it.
+        ranks: The actions of each rank: what (F, X, W, or B for X and W together), stage and micro-batch.
         microbatches: Per step.
         max_in_flight: The cap that it was made with.
     """
@@ -52,90 +57,105 @@ class Program:
 
     @property
     def stages(self) -> int:
-        """How many there are, over all ranks."""
+        """Number of stages on all ranks."""
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> list[int]:
-        """Those of one rank, in order."""
+        """Return the stages of one rank, in order."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
 
     @cached_property
     def most_in_flight(self) -> tuple[int, ...]:
         """For each rank, the most micro-batches whose activations one of its stages keeps at once."""
-        return tuple(max(self._held(rank).values(), default=0) for rank in range(len(self.ranks)))
+        return tuple(max(self._most_kept(rank).values(), default=0) for rank in range(len(self.ranks)))
 
-    def _held(self, rank: int) -> Counter[int]:
-        now: Counter[int] = Counter()
+    def _most_kept(self, rank: int) -> Counter[int]:
+        kept: Counter[int] = Counter()
         most: Counter[int] = Counter()
         for what, stage, _ in self.ranks[rank]:
-            now[stage] += {"F": 1, "X": 0, "W": -1, "B": -1}[what]
-            most[stage] = max(most[stage], now[stage])
+            kept[stage] += _IN_FLIGHT[what]
+            most[stage] = max(most[stage], kept[stage])
         return most
 
+    def schedule(self, costs: Costs, runs: Sequence[range], *, link: Link = Link()) -> Schedule:
+        """Return the program spelled out as tasks of single layers.
 
-def make_program(
-    policy: str,
-    stage_costs: Sequence[LayerCost],
-    *,
-    ranks: int,
-    microbatches: int,
-    max_in_flight: int | None = None,
-    link: Link = Link(),
-) -> Program:
-    """Applies a policy to stages of given costs.
+        Args:
+            costs: One entry per layer.
+            runs: The layers of each stage.
+            link: Between ranks.
+        """
+        ranks = len(self.ranks)
+        graph = pipeline(costs, stages=ranks, microbatches=self.microbatches, link=link)
+        stage_of = {layer: stage for stage, run in enumerate(runs) for layer in run}
+        graph = place(graph, lambda layer: self.rank_of[stage_of[layer]])
+        lanes = []
+        for rank, actions in enumerate(self.ranks):
+            order = [i for what, stage, microbatch in actions for i in _tasks(graph, what, runs[stage], microbatch)]
+            order += graph.find(Kind.U, [layer for stage in self.stages_of(rank) for layer in runs[stage]], 0)
+            lanes.append(Lane(device_name(rank), device_name(rank), tuple(order)))
+        return Schedule(graph, (*lanes, *link_lanes(graph)), policy=self.policy)
+
+    def predict(self, costs: Costs, runs: Sequence[range], *, link: Link = Link()) -> Timeline:
+        """Return the simulated timeline of one step; arguments are those of :meth:`schedule`."""
+        return replace(self.schedule(costs, runs, link=link).simulate(), title=self.policy)
+
+
+def _tasks(graph: TaskGraph, what: str, layers: range, microbatch: int) -> Iterator[int]:
+    index = graph.index
+    if what == "F":
+        return (index[Kind.F, layer, microbatch, 0] for layer in layers)
+    kinds = (Kind.W, Kind.X) if what == "B" else (Kind(what),)
+    return (index[kind, layer, microbatch, 0] for layer in reversed(layers) for kind in kinds)
+
+
+def make_program(policy: str, graph: TaskGraph, **options: Any) -> Program:
+    """Apply a policy to the stages of a pipeline.
 
     Args:
         policy: One of :data:`POLICIES`.
-        stage_costs: One entry per stage, a multiple of the ranks.
-        ranks: Devices.
-        microbatches: Per step.
-        max_in_flight: Cap on micro-batches that have entered and not left; only for our own policies.
-        link: Between ranks; our own policies order work by what transfers cost.
+        graph: Stages in place of layers, as :func:`~gradweave.parallel.pipeline.partition.stage_graph` makes it.
+        **options: Of the policy, as for :func:`gradweave.plan`; torch's schedules take none.
     """
+    max_in_flight = options.get("max_in_flight")
     check_in_flight(max_in_flight)
-    count = len(stage_costs)
-    if count % ranks:
-        raise ArgumentError("stages", count, f"give a multiple of the {ranks} ranks")
-    if policy in ONE_STAGE and count != ranks:
-        raise ArgumentError("stages", count, f"{policy} has one per rank, {ranks}; use modulo or interleaved")
-    if policy in TORCHS:
-        if max_in_flight is not None:
-            remedy = f"{policy} is torch's, which takes no cap; use fast_forward or modulo"
-            raise ArgumentError("max_in_flight", max_in_flight, remedy)
-        orders = _of_torch(policy, ranks, count // ranks, microbatches)
-        return Program(policy, tuple(tuple(order) for order in orders), microbatches)
-    if policy not in OURS:
+    ranks, stages, microbatches = graph.cluster.devices, graph.layers, graph.microbatches
+    if policy not in POLICIES:
         raise ArgumentError("policy", policy, f"use one of auto, {', '.join(POLICIES)}")
-    graph = pipeline(Costs(tuple(stage_costs)), stages=ranks, microbatches=microbatches, link=link)
-    schedule = plan(graph, policy=cast(PolicyName, policy), max_in_flight=max_in_flight)
-    tasks = schedule.graph.tasks
-    orders = [
-        [(_ACTIONS[t.kind], t.layer, t.microbatch) for t in (tasks[i] for i in lane.tasks) if t.kind in _ACTIONS]
-        for lane in schedule.lanes[:ranks]
-    ]
-    return Program(policy, tuple(tuple(order) for order in orders), microbatches, max_in_flight)
+    if stages % ranks:
+        raise ArgumentError("stages", stages, f"give a multiple of the {ranks} ranks")
+    if policy in ONE_STAGE and stages != ranks:
+        raise ArgumentError("stages", stages, f"{policy} has one per rank, {ranks}; use modulo or interleaved")
+    if policy in V_SHAPED and stages != 2 * ranks:
+        raise ArgumentError("stages", stages, f"{policy} has two per rank, {2 * ranks}")
+    if policy in TORCHS and max_in_flight is not None:
+        remedy = f"{policy} is torch's, which takes no cap; use fast_forward or modulo"
+        raise ArgumentError("max_in_flight", max_in_flight, remedy)
+    if policy == "one_f_one_b" and microbatches < ranks:  # torch's class refuses to run fewer
+        raise ArgumentError("microbatches", microbatches, f"{policy} needs one per rank at least, {ranks}")
+    if policy in TORCHS and policy not in ONE_STAGE:
+        orders = _order_of_torch(policy, ranks, stages // ranks, microbatches)
+    else:
+        orders = _actions(plan(graph, policy=cast(PolicyName, policy), **options), ranks)
+    return Program(policy, tuple(map(tuple, orders)), microbatches, max_in_flight)
 
 
-def _of_torch(policy: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Action]]:
-    everything = range(microbatches)
-    if policy == "gpipe":
-        return [[*(("F", rank, i) for i in everything), *(("B", rank, i) for i in everything)] for rank in range(ranks)]
-    if policy == "one_f_one_b":
-        if microbatches < ranks:
-            raise ArgumentError("microbatches", microbatches, f"{policy} needs one per rank at least, {ranks}")
-        return [_one_f_one_b(rank, min(ranks - rank, microbatches), microbatches) for rank in range(ranks)]
-    if policy in V_SHAPED and stages_per_rank != 2:
-        raise ArgumentError("stages", ranks * stages_per_rank, f"{policy} has two per rank, {2 * ranks}")
+def _actions(schedule: Schedule, ranks: int) -> list[list[Action]]:
+    """Return the actions of each rank in a schedule whose layers are stages."""
+    orders: list[list[Action]] = []
+    for lane in schedule.lanes[:ranks]:
+        order: list[Action] = []
+        for task in (schedule.graph.tasks[index] for index in lane.tasks):
+            if task.kind is Kind.X and order[-1:] == [("W", task.layer, task.microbatch)]:
+                order[-1] = "B", task.layer, task.microbatch  # policies that do not split backward spell it W, X
+            elif task.kind is not Kind.U:
+                order.append((task.kind.value, task.layer, task.microbatch))
+        orders.append(order)
+    return orders
+
+
+def _order_of_torch(policy: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Action]]:
     try:
         return torch_program(policy, ranks, stages_per_rank, microbatches)
     except ValueError as error:
         raise ArgumentError("microbatches", microbatches, f"torch refuses {policy}: {error}") from None
-
-
-def _one_f_one_b(stage: int, ahead: int, microbatches: int) -> list[Action]:
-    order: list[Action] = [("F", stage, i) for i in range(ahead)]
-    for i in range(microbatches):
-        order.append(("B", stage, i))
-        if i + ahead < microbatches:
-            order.append(("F", stage, i + ahead))
-    return order

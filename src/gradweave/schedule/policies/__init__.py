@@ -57,6 +57,7 @@ PolicyName = Literal[
     "zb_h1",
     "fast_forward",
     "modulo",
+    "memory_bounded",
 ]
 
 
