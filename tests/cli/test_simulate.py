@@ -153,7 +153,10 @@ NEGATIVE = '{"layers": [{"name": "conv1", "forward": -1, "input_grad": 1, "weigh
         (["daso", "--steps", "5"], "steps=5: give at least 9"),
         (["pipeline", "--microbatches", "0"], "microbatches=0"),
         (["pipeline", "--link", "fast"], "link='fast': write a positive rate"),
-        (["pipeline", "--policy", "gpipe", "--group", "2"], "--group=2: is for modulo; add one to --policy"),
+        (
+            ["pipeline", "--policy", "gpipe", "--group", "2"],
+            "--group=2: is for modulo, memory_bounded; add one",
+        ),
         (["pipeline", "--out", "x.gif"], "path='x.gif': end it in .png"),
         (["pipeline", "--nonsense"], "--nonsense"),
         (["daso", "--every", "0"], "every=0: give at least 1 step"),

@@ -43,6 +43,7 @@ TABLE = {
         **CAPS,
         **BUDGET,
         "backlog": st.builds(Backlog, st.integers(0, 4), st.integers(0, 2), st.booleans()),
+        "share": st.floats(0.1, 1.0),
     },
 }
 CASES = [(name, family) for name in TABLE for family in POLICIES[name].families]

@@ -120,8 +120,8 @@ def stage_graph(
 ) -> TaskGraph:
     """Return a pipeline's graph in which each stage is one layer, for policies to order.
 
-    A stage sends the output of its last layer, but keeps the inputs of all of its layers from F until W, and the
-    gradients of all their outputs from X until W: that is what its buffers say.
+    A stage sends the output of its last layer, but keeps the inputs of all of its layers from F until W. The gradient
+    of its last output is sent to it, those of the others are made in X; it keeps all of them until W.
 
     Args:
         costs: As fine as they were measured.
@@ -132,13 +132,13 @@ def stage_graph(
     """
     stages = [_merged([costs.layers[i] for i in run], number) for number, run in enumerate(runs)]
     graph = pipeline(Costs(tuple(stages)), stages=ranks, microbatches=microbatches, link=link)
-    buffers = []
+    buffers = list(graph.buffers)
     for stage, run in enumerate(runs):
-        activations = sum(costs.layers[i].input_bytes for i in run)
-        gradients = sum(costs.layers[i].output_bytes for i in run)
+        inputs = sum(costs.layers[i].input_bytes for i in run[1:])
+        gradients = sum(costs.layers[i].output_bytes for i in run[:-1])
         for microbatch in range(microbatches):
             f, x, w = (graph.index[kind, stage, microbatch, 0] for kind in (Kind.F, Kind.X, Kind.W))
-            buffers += [Buffer(activations, "", (f, w)), Buffer(gradients, "", (x, w))]
+            buffers += [Buffer(inputs, "", (f, w)), Buffer(gradients, "", (x, w))]
     return replace(graph, buffers=tuple(buffers))
 
 

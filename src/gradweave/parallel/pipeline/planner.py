@@ -10,7 +10,6 @@ from gradweave.errors import ArgumentError, GradweaveError, ScheduleError
 from gradweave.parallel.pipeline.partition import UNKNOWN, cut, stage_graph
 from gradweave.parallel.pipeline.programs import (
     ONE_STAGE,
-    OWN,
     POLICIES,
     TORCHS,
     V_SHAPED,
@@ -20,7 +19,7 @@ from gradweave.parallel.pipeline.programs import (
 )
 from gradweave.schedule import Costs
 from gradweave.schedule.links import Link
-from gradweave.schedule.policies.memory_bounded import BACKLOGS, ENDLESS, Backlog
+from gradweave.schedule.policies.memory_bounded import BACKLOGS, ENDLESS, SHARES, THRIFTIEST, Backlog
 
 Split = Literal["fast", "torch"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -29,8 +28,6 @@ _AS_GOOD = 1.005
 """Plans within this of the fastest count as fast; the one with the least memory is taken."""
 _FEW_BACKLOGS = (Backlog(0, 1), Backlog(0, 2, True), Backlog(1, 1), Backlog(4, 0, True))
 """Of them those that often hold less in the same time, for where no budget asks for more."""
-_SHARES = (1.0, 0.93, 0.86, 0.8)
-"""Of the budget, tried in turn: a stage's buffers leave out gradients that have arrived and wait for their X."""
 _BOUNDED = "memory_bounded"
 """The policy that is tried along with gradweave's others, which only fill gaps with weight gradients."""
 
@@ -227,13 +224,19 @@ def _variants(policy: str, settings: Settings, ranks: int) -> Iterator[tuple[str
     cap, budget = settings.max_in_flight, settings.byte_budget
     if policy in TORCHS:
         yield policy, {} if cap is None else {"max_in_flight": cap}
-    else:
-        own = {"backlog": ENDLESS} if policy == _BOUNDED else {}
-        few = range(1, ranks) if budget is not None else ()
-        caps = [other for other in (*few, ranks, ranks + 1, 2 * ranks) if other < settings.microbatches]
-        yield from ((policy, {"max_in_flight": other, **own}) for other in ([None, *caps] if cap is None else [cap]))
-    if policy in OWN and (cap is None or policy == _BOUNDED):
-        bounds = [None] if budget is None else [max(1, int(share * budget)) for share in _SHARES]
-        for bound in bounds:
-            for backlog in _FEW_BACKLOGS if budget is None else BACKLOGS:
-                yield _BOUNDED, {"max_in_flight": cap, "byte_budget": bound, "backlog": backlog}
+        return
+    few = range(1, ranks) if budget is not None else ()
+    caps = [other for other in (*few, ranks, ranks + 1, 2 * ranks) if other < settings.microbatches]
+    if policy != _BOUNDED:
+        yield from ((policy, {"max_in_flight": other}) for other in ([None, *caps] if cap is None else [cap]))
+        if cap is not None:
+            return
+    if budget is None:
+        yield from ((_BOUNDED, {"max_in_flight": cap, "backlog": backlog}) for backlog in (ENDLESS, *_FEW_BACKLOGS))
+        return
+    for share in SHARES:
+        for backlog in BACKLOGS:
+            yield _BOUNDED, {"max_in_flight": cap, "byte_budget": budget, "backlog": backlog, "share": share}
+    for other in caps:
+        if cap is None or other <= cap:
+            yield _BOUNDED, {"max_in_flight": other, "backlog": THRIFTIEST}

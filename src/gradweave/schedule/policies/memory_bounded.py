@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from gradweave.errors import ArgumentError, ScheduleError
 from gradweave.schedule.graph import TaskGraph
+from gradweave.schedule.lanes import Lane
 from gradweave.schedule.list_scheduling import greedy
 from gradweave.schedule.policies.fast_forward import admission
 from gradweave.schedule.policies.modulo import round_robin
@@ -18,8 +20,8 @@ from gradweave.schedule.transforms import device_name, place
 
 _INDIFFERENT = 1.005
 """Schedules within this of the fastest count as fast; the one that holds least is taken."""
-_SHARES = (1.0, 0.93, 0.86, 0.8, 0.65, 0.5, 0.35, 0.2)
-"""Of the budget, for what a device starts by itself: a gradient that another device sends takes bytes unasked."""
+SHARES = (1.0, 0.93, 0.86, 0.8, 0.65, 0.5, 0.35, 0.2)
+"""Parts of the budget for what a device starts by itself, largest first."""
 _UNBOUNDED = 1 << 62
 
 
@@ -43,6 +45,8 @@ _MANY_WAIT = {True: (Kind.U, Kind.W, Kind.X, Kind.F), False: (Kind.U, Kind.X, Ki
 
 ENDLESS = Backlog(_UNBOUNDED)
 """Weight gradients only fill gaps, as in fast_forward."""
+THRIFTIEST = Backlog(0, before_inputs=True)
+"""Weight gradients run as soon as they can."""
 BACKLOGS = (
     ENDLESS,
     *(Backlog(first, more, before) for first in (0, 1, 2, 4) for more in (0, 1, 2) for before in (False, True)),
@@ -56,12 +60,22 @@ def memory_bounded(
     max_in_flight: int | None = None,
     byte_budget: int | None = None,
     backlog: Backlog | None = None,
+    share: float | None = None,
 ) -> Schedule:
-    """As modulo, but weight gradients go first where bytes run out or too many of them wait.
+    """Like modulo, but run weight gradients first where bytes run out or too many of them wait.
 
     Micro-batches go in rounds of as many as there are devices, one run of layers after the other, so that a device is
-    seldom without work. Without ``backlog``, several are simulated: the fastest schedule within ``byte_budget`` is
-    taken, and among those that are about as fast the one that holds least.
+    seldom without work. Of all that is tried, the fastest schedule within ``byte_budget`` is taken; among those that
+    are about as fast, the one that holds least.
+
+    Args:
+        graph: An unplaced pipeline graph.
+        group: Neighbouring layers that stay together.
+        max_in_flight: As for fast_forward.
+        byte_budget: Most bytes that a device may hold (default: no bound).
+        backlog: How many weight gradients may wait (default: found by simulation).
+        share: Part of the budget for what a device starts by itself; the gradients that others send to it come on top
+            (default: the largest that keeps to the budget).
     """
     check_in_flight(max_in_flight)
     if byte_budget is not None and byte_budget < 1:
@@ -69,32 +83,32 @@ def memory_bounded(
     graph = place(graph, round_robin(graph, group))
     urgency = _urgency(graph, group)
 
-    def candidates(bound: int, cap: int | None) -> Iterator[Schedule]:
+    def scheduled(bound: int, cap: int | None, backlog: Backlog) -> Schedule:
         waits = (*_inputs_before_weights(graph), *admission(graph, cap))
-        for tried in BACKLOGS if backlog is None else (backlog,):
-            rule = _rule(graph, group, bound, tried)
-            try:
-                yield greedy(graph, urgency, waits=waits, choose=rule, policy="memory_bounded")
-            except ScheduleError:  # the bound lets nothing start
-                continue
+        return greedy(graph, urgency, waits=waits, choose=_rule(graph, group, bound, backlog), policy="memory_bounded")
 
-    search = _bounds(graph, byte_budget, max_in_flight)
-    for bound, cap in search if backlog is None else [next(search)]:
-        found = _fastest(candidates(bound, cap), byte_budget)
-        if found is not None:
-            return found
-    raise ArgumentError("byte_budget", byte_budget, "no order was found that keeps to it; raise it")
-
-
-def _bounds(graph: TaskGraph, byte_budget: int | None, max_in_flight: int | None) -> Iterator[tuple[int, int | None]]:
-    """Return the bounds of bytes, and caps on micro-batches in flight, to try until a schedule keeps to the budget."""
+    backlogs = BACKLOGS if backlog is None else (backlog,)
     if byte_budget is None:
-        yield _UNBOUNDED, max_in_flight
-        return
-    for share in _SHARES:
-        yield int(share * byte_budget), max_in_flight
-    for cap in range(min(graph.cluster.devices, max_in_flight or graph.microbatches), 0, -1):
-        yield _UNBOUNDED, cap
+        attempts = [(_UNBOUNDED, max_in_flight, backlogs)]
+    elif share is not None:
+        attempts = [(int(share * byte_budget), max_in_flight, backlogs)]
+    else:
+        least = scheduled(_UNBOUNDED, 1, THRIFTIEST).simulate().peak_bytes
+        if least > byte_budget:
+            raise ArgumentError("byte_budget", byte_budget, f"give at least {least}: one micro-batch holds as much")
+        caps = range(min(graph.cluster.devices, max_in_flight or graph.microbatches), 0, -1)
+        attempts = [(int(share * byte_budget), max_in_flight, backlogs) for share in SHARES]
+        attempts += [(_UNBOUNDED, cap, (THRIFTIEST,)) for cap in caps]
+    for bound, cap, tries in attempts:
+        candidates: dict[tuple[Lane, ...], Schedule] = {}
+        for tried in tries:
+            with suppress(ScheduleError):  # the bound lets nothing start
+                candidate = scheduled(bound, cap, tried)
+                candidates[candidate.lanes] = candidate
+        fastest = _fastest(candidates.values(), byte_budget)
+        if fastest is not None:
+            return fastest
+    raise ArgumentError("byte_budget", byte_budget, "no order was found that keeps to it; raise it")
 
 
 def _inputs_before_weights(graph: TaskGraph) -> Iterator[tuple[int, int]]:
