@@ -227,9 +227,10 @@ def test_a_parameter_moved_to_another_group():
     same_or_refused(odd, make=make)
 
 
-def test_a_model_converted_in_mid_training():
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_model_that_is_converted(at):
     def odd(i, model, optimizer, x, y):
-        if i == 4:
+        if i == at:
             model.double()
         loss_of(model, x.to(model.scale.dtype), y).backward()
         optimizer.step()

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradweave import compile as compile_step
+from gradweave import fuse
 from gradweave._runtime.replicas import ReplicaError
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim import Eva, EvaF
@@ -53,6 +54,23 @@ def any_order(rank, made_before):
             train(wrapper, optimizer, own(rank))
             ends.append(weights(model))
             assert are_alike(ends[-1]), (cls, order)
+        assert all(torch.equal(ends[0], other) for other in ends), cls
+
+
+def fused(rank):
+    """Updates of forward-fusion come later, and vectors are averaged once in a step, whatever the other rank does."""
+    for cls in CAPTURED:
+        ends = []
+        for attached, wrapped_first in (((), True), ((0, 1), True), ((0, 1), False), ((1,), True)):
+            model = make_mlp()
+            optimizer = cls(model, lr=0.02)
+            wrapper = DDP(model) if wrapped_first else None
+            fusion = fuse(wrapper or model, optimizer, "forward") if rank in attached else None
+            train(wrapper or DDP(model), optimizer, own(rank))
+            if fusion:
+                fusion.detach()
+            ends.append(weights(model))
+            assert are_alike(ends[-1])
         assert all(torch.equal(ends[0], other) for other in ends), cls
 
 
@@ -217,7 +235,7 @@ def run_all(rank, store):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     any_order(rank, made_before)
     for scenario in (
-        by_hand, a_model_of_ones_own, gradients_of_ones_own, another_layer, a_wrapper_of_fewer_ranks,
+        fused, by_hand, a_model_of_ones_own, gradients_of_ones_own, another_layer, a_wrapper_of_fewer_ranks,
         a_wrapper_of_more_ranks, other_settings, odd_loops,
         uneven_inputs, compiled_steps, lent,
     ):  # fmt: skip

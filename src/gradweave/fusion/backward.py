@@ -151,6 +151,8 @@ class BackwardEngine:
             self._begin_watching(p, running)
         self._watched_kept |= are_kept([p.grad])
         self._watched[p] = (p.grad, p._version)
+        if not _fits(self._guards[p], p):  # the model was converted since the engine was attached
+            self._guards[p] = forbidden_gradient(p, self._refuse_use)
         p.grad = self._guards[p]
 
     def _begin_watching(self, p: nn.Parameter, running: int) -> None:

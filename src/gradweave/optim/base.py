@@ -300,10 +300,12 @@ class VectorOptimizer(Optimizer):
 
     def _join_without_gradients(self) -> None:
         """Take part in the collectives of a step for which this rank has no gradient."""
+        device = next((p.device for group in self.param_groups for p in group["params"]), None)
+        if device is None:  # a fusion has hidden all parameters: prepare_step() follows, and takes part
+            return
         self.begin_step()
         part = self._in_pipeline
-        device = next((p.device for group in self.param_groups for p in group["params"]), None)
-        if part is not None and device is not None:
+        if part is not None:
             part.all_agree(self._name, torch.ones((), dtype=torch.bool, device=device))
 
     def _check_parameters(self) -> None:
