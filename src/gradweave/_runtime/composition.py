@@ -152,3 +152,96 @@ def refuse_conflicts(newcomer: Technique, *, model: nn.Module, optimizer: Optimi
         for target, places in ((optimizer, ("optimizer", "either")), (model, ("model", "either"))):
             if target is not None and rule.on in places and is_claimed(target, held):
                 raise UnsupportedError(f"{newcomer} of {type(target).__name__}", f"it {rule.reason}", rule.remedy)
+
+
+Column = Literal["fuse forward", "fuse backward", "compile", "reorder", "DASO", "DataParallel", "Pipeline", "Eva"]
+_BEFORE_OR_AFTER = "in both orders, at the latest in the first forward"
+
+WITH_TORCH: dict[str, dict[Column, Rule]] = {
+    "DistributedDataParallel": {
+        "fuse forward": _WORKS,
+        "fuse backward": Rule(Verdict.REFUSED, "updates would come before averages"),
+        "compile": Rule(Verdict.REFUSED, "give the model that it wraps"),
+        "reorder": Rule(Verdict.CONDITIONAL, "`cross_step` raises"),
+        "DASO": Rule(Verdict.CONDITIONAL, f"inside the node, given wrapped; anything else raises, {_BEFORE_OR_AFTER}"),
+        "DataParallel": Rule(Verdict.REFUSED, _BEFORE_OR_AFTER),
+        "Pipeline": Rule(Verdict.REFUSED),
+        "Eva": Rule(Verdict.WORKS, "in every order; compiled steps on several ranks raise"),
+    },
+    "FSDP2": {
+        "fuse forward": Rule(Verdict.REFUSED),
+        "fuse backward": Rule(Verdict.REFUSED),
+        "compile": Rule(Verdict.REFUSED),
+        "reorder": Rule(Verdict.REFUSED),
+        "DASO": Rule(Verdict.REFUSED, _BEFORE_OR_AFTER),
+        "DataParallel": Rule(Verdict.REFUSED, _BEFORE_OR_AFTER),
+        "Pipeline": Rule(Verdict.REFUSED),
+        "Eva": Rule(Verdict.REFUSED, "made before `fully_shard`, it trains nothing, as any optimizer that is"),
+    },
+    "a model under `torch.compile`": {
+        "fuse forward": Rule(
+            Verdict.CONDITIONAL, "compiled before; compiled later, it goes on in stock order with one warning"
+        ),
+        "fuse backward": Rule(Verdict.CONDITIONAL, "in both orders; a compiled `optimizer.step()` raises"),
+        "compile": Rule(Verdict.WORKS, "it is traced as part of the step"),
+        "reorder": Rule(Verdict.CONDITIONAL, "compiled before, it raises; compiled later, it runs in stock order"),
+        "DASO": Rule(Verdict.WORKS, "in both orders"),
+        "DataParallel": Rule(Verdict.CONDITIONAL, "compiled before, it raises; compiled later, it works"),
+        "Pipeline": Rule(Verdict.REFUSED),
+        "Eva": Rule(Verdict.CONDITIONAL, "compiled and run before the optimizer is made, it raises in the first step"),
+    },
+    "activation checkpointing": {
+        "fuse forward": _WORKS,
+        "fuse backward": Rule(Verdict.CONDITIONAL, "a weight that reentrant segments share raises"),
+        "compile": _WORKS,
+        "reorder": Rule(Verdict.WORKS, "layers inside stay in order"),
+        "DASO": _WORKS,
+        "DataParallel": _WORKS,
+        "Pipeline": Rule(Verdict.CONDITIONAL, "`use_reentrant=True` raises in the first step"),
+        "Eva": _WORKS,
+    },
+    "GradScaler": {
+        "fuse forward": _WORKS,
+        "fuse backward": Rule(Verdict.REFUSED, "updates come before the scaler's verdict"),
+        "compile": _WORKS,
+        "reorder": _WORKS,
+        "DASO": _WORKS,
+        "DataParallel": _WORKS,
+        "Pipeline": Rule(Verdict.NOT_PROVIDED, "`step(loss_factor=)` is there"),
+        "Eva": Rule(Verdict.CONDITIONAL, "with absolute damping not after `unscale_()`"),
+    },
+    "clipping": {
+        "fuse forward": _WORKS,
+        "fuse backward": Rule(Verdict.REFUSED, "updates come before the norm is known"),
+        "compile": _WORKS,
+        "reorder": _WORKS,
+        "DASO": _WORKS,
+        "DataParallel": _WORKS,
+        "Pipeline": _WORKS,
+        "Eva": _WORKS,
+    },
+    "Accelerate": {
+        "fuse forward": Rule(Verdict.WORKS, "with what `prepare` returns"),
+        "fuse backward": Rule(Verdict.WORKS, "with what `prepare` returns"),
+        "compile": Rule(Verdict.WORKS, "the optimizer is unwrapped"),
+        "reorder": Rule(Verdict.NOT_PROVIDED),
+        "DASO": Rule(Verdict.CONDITIONAL, "prepare optimizer and data; a prepared model raises"),
+        "DataParallel": Rule(Verdict.CONDITIONAL, "prepare optimizer and data; a prepared model raises"),
+        "Pipeline": Rule(Verdict.NOT_PROVIDED),
+        "Eva": Rule(Verdict.WORKS, "prepared before or after"),
+    },
+    "Lightning": {
+        "fuse forward": Rule(Verdict.WORKS, "also with `self.optimizers()`"),
+        "fuse backward": Rule(Verdict.WORKS, "also with `self.optimizers()`"),
+        "compile": Rule(Verdict.CONDITIONAL, "the optimizer is unwrapped; there is no strategy"),
+        "reorder": Rule(Verdict.NOT_PROVIDED),
+        "DASO": Rule(
+            Verdict.CONDITIONAL,
+            'one device per Trainer; `strategy="ddp"` raises, unless it averages over the one node in DASO\'s place',
+        ),
+        "DataParallel": Rule(Verdict.CONDITIONAL, 'one device per Trainer; `strategy="ddp"` raises'),
+        "Pipeline": Rule(Verdict.NOT_PROVIDED),
+        "Eva": Rule(Verdict.WORKS, 'with `strategy="ddp"`, bf16-mixed and clipping'),
+    },
+}
+"""What else is found around a training loop, for the docs; each technique's own checks act on it."""

@@ -26,7 +26,8 @@ from gradweave._compat.eager import (
 )
 from gradweave._compat.tracing import dynamo_compile
 from gradweave._logging import announce, report
-from gradweave._runtime.claims import Technique, claim_optimizer
+from gradweave._runtime.attachment import AccumulatingAttachment
+from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.compiler.checks import Lowering, NewShapes, check_loss_fn, check_options, check_step
 from gradweave.compiler.eager_fallback import EagerFallback, reason_of
@@ -127,7 +128,7 @@ def compile(
     return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
 
 
-class Step:
+class Step(AccumulatingAttachment):
     """A compiled training step, as :func:`compile` returns it; call it with a batch.
 
     A call takes one of three ways: eagerly, while parameters have no optimizer state yet; eagerly, if something is in
@@ -164,9 +165,12 @@ class Step:
         self._objective, self._forget = dynamo_compile(
             _objective(captured), captured.add_program, variants, exact=options.lower == "replay"
         )
-        weakref.finalize(self, captured.close, self._forget)
+        self._captured = captured
         self._claims = ExitStack()
+        claim_model(model, Technique.COMPILE, self, self._claims)
         claim_optimizer(optimizer, Technique.COMPILE, self, self._claims)
+        # Runs once: in detach(), or when the step is dropped without it.
+        self._let_go = weakref.finalize(self, _let_go, captured, self._forget, self._claims)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take a step, as one graph if possible, and otherwise eagerly, with one warning.
@@ -178,6 +182,8 @@ class Step:
         Returns:
             The loss, or the loss and what ``loss_fn`` returned with it; the tensors are the caller's.
         """
+        if not self.is_attached:
+            raise GradweaveError("this step is detached; compile() the model again")
         if not torch.is_grad_enabled():
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
         given: Batch = on_device_of(self.model, (batch, named))
@@ -288,6 +294,23 @@ class Step:
 
     def __reduce__(self) -> Any:
         raise GradweaveError("a compiled step cannot be saved; save the state dicts of the model and the optimizer")
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it has not been detached."""
+        return self._let_go.alive
+
+    def detach(self) -> None:
+        """Drop the graphs and their memory; the model and the optimizer stay as they are."""
+        self._let_go()
+
+    def explain(self) -> str:
+        """Return how steps are taken, and why."""
+        if not self.is_attached:
+            return "detached: there is no graph any more"
+        graphs = len(self._captured.open().programs)
+        eager = f"; the last step that could not be one ran eagerly: {self._eager_reason}" if self._eager_reason else ""
+        return f"lower={self._options.lower!r}: {graphs} graph(s) so far{eager}"
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
@@ -426,6 +449,11 @@ class _CapturedParts:
         """Drop the parts, and free what Dynamo has compiled."""
         forget()
         self.parts = None
+
+
+def _let_go(captured: _CapturedParts, forget: Callable[[], None], claims: ExitStack) -> None:
+    claims.close()
+    captured.close(forget)
 
 
 def _objective(captured: _CapturedParts) -> Callable[..., tuple[torch.Tensor, Any]]:

@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from gradweave._compat.eager import watchers
 from gradweave._compat.foreach import zero_all
 from gradweave._compat.tracing import is_traced_to_operations
+from gradweave._runtime.attachment import Attachment
 from gradweave._runtime.claims import Technique, is_claimed, pipeline_part
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.optim.averaging import DEFAULT, Ranks, ReplicaCheck, average_records
@@ -52,7 +53,7 @@ FEWEST_OUTPUTS = 16
 """Outputs that a layer needs for an output vector: of few, the leading direction is most of what there is to learn."""
 
 
-class _StatisticsOptimizer(VectorOptimizer):
+class _StatisticsOptimizer(VectorOptimizer, Attachment):
     """An optimizer whose vectors are made of statistics that hooks collect while the model runs.
 
     A copy or an unpickled optimizer has the attributes of torch's optimizers only, and no hooks: methods that torch
@@ -108,8 +109,26 @@ class _StatisticsOptimizer(VectorOptimizer):
         """
         return Masked(self._capture.masking, mask)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model has its hooks."""
+        return hasattr(self, "_capture")
+
+    def explain(self) -> str:
+        """Return how many parameters are updated by vectors, and how many by the first-order rule."""
+        if not self.is_attached:
+            return "detached: the model has no hooks, and the optimizer cannot step"
+        by_vectors = sum(len(group["params"]) for group in self.param_groups if group["rule"] == VECTORS)
+        others = sum(len(group["params"]) for group in self.param_groups) - by_vectors
+        layers = len(self._capture.layers)
+        return (
+            f"{layers} layers with hooks; {by_vectors} parameters updated by vectors, {others} by the first-order rule"
+        )
+
     def detach(self) -> None:
         """Remove the hooks from the model; the optimizer cannot step afterwards."""
+        if not self.is_attached:
+            return
         self._capture.remove()
         self._first_step_check.close()
         del self._capture
