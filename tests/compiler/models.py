@@ -1,7 +1,7 @@
-"""Models and loops that tests run eagerly and as one graph."""
+"""Models, optimizers and loops that tests run eagerly and as one graph."""
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +37,7 @@ class Tied(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Activations computed anew in backward."""
+    """Activations recomputed in backward."""
 
     def __init__(self):
         super().__init__()
@@ -78,14 +78,14 @@ def with_dropout():
 
 
 class CheckpointedDropout(Checkpointed):
-    """With random numbers in what is computed anew."""
+    """With random numbers in what is recomputed."""
 
     def forward(self, x):
         return self.two(checkpoint(lambda x: F.dropout(torch.tanh(self.one(x)), 0.3), x, use_reentrant=False))
 
 
 class Deep(nn.Module):
-    """Layers whose activations are worth computing anew; with or without checkpoints."""
+    """Layers whose activations are worth recomputing; with or without checkpoints."""
 
     def __init__(self, checkpoints=False):
         super().__init__()
@@ -170,3 +170,51 @@ def assert_identical(one, other):
     for index, state in theirs["state"].items():
         for key, value in state.items():
             assert value is None or torch.equal(mine["state"][index][key], value), (index, key)
+
+
+def both(make_model, objective, data, lower="replay", make_optimizer=lambda p: optim.SGD(p, lr=0.1), **options):
+    """The same training eagerly and with a compiled step: two (model, optimizer, losses), and the step."""
+    runs, step = [], None
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = make_model()
+        optimizer = make_optimizer(model.parameters())
+        torch.manual_seed(7)
+        if compiled:
+            step = gradweave.compile(model, objective, optimizer, lower=lower, **options)
+        losses = []
+        for batch in data:
+            if compiled:
+                losses.append(step(*batch))
+                continue
+            losses.append(objective(model, *batch))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append((model, optimizer, torch.stack(losses).detach()))
+    return runs[1], runs[0], step
+
+
+def counting(function, calls):
+    def counted(*args, **named):
+        calls.append(None)
+        return function(*args, **named)
+
+    return counted
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: optim.SGD(p, lr=0.05),
+    "sgd, everything": lambda p: optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adam": lambda p: optim.Adam(p, lr=1e-2),
+    "adam, amsgrad": lambda p: optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.01, maximize=True),
+    "adamw": adamw,
+    "adamw, foreach": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
+    "nadam": lambda p: optim.NAdam(p, lr=1e-2),
+    "adamax": lambda p: optim.Adamax(p, lr=1e-2),
+    "adadelta": lambda p: optim.Adadelta(p, lr=1.0),
+    "adagrad": lambda p: optim.Adagrad(p, lr=1e-2, lr_decay=0.01),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "rprop": lambda p: optim.Rprop(p, lr=1e-3),
+}
+CAPTURABLE_FORM = {"radam": lambda p: optim.RAdam(p, lr=1e-2), "asgd": lambda p: optim.ASGD(p, lr=1e-2)}

@@ -136,7 +136,7 @@ class Running(nn.Module):
         return self.inner(x - self.mean)
 
 
-def test_a_buffer_that_is_replaced_is_not_captured_anew_each_time(monkeypatch):
+def test_a_buffer_that_is_replaced_is_not_captured_again_each_time(monkeypatch):
     captures = []
     capture = Captured._capture
     monkeypatch.setattr(Captured, "_capture", lambda self, inputs: (captures.append(None), capture(self, inputs)))

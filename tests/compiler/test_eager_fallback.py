@@ -1,42 +1,22 @@
 """What cannot be one graph runs eagerly, or operation by operation: stock's result, once, with one warning."""
 
 import logging
+import re
 import warnings
+from collections import deque
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import gradweave
-from compiler.models import adamw, assert_identical, batches, loss_fn, make
-from gradweave.compiler import api as step_module
+from compiler.models import adamw, assert_identical, batches, both, loss_fn, make, train
+from gradweave._compat.tracing import DynamoError, TooManyVariantsError
 from gradweave.compiler import program
-from gradweave.errors import ArgumentError, GradweaveError
-
-
-def both(make_model, objective, data, lower="replay", make_optimizer=lambda p: optim.SGD(p, lr=0.1), **options):
-    """The same training eagerly and with a compiled step: two (model, optimizer, losses), and the step."""
-    runs, step = [], None
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = make_model()
-        optimizer = make_optimizer(model.parameters())
-        torch.manual_seed(7)
-        if compiled:
-            step = gradweave.compile(model, objective, optimizer, lower=lower, **options)
-        losses = []
-        for batch in data:
-            if compiled:
-                losses.append(step(*batch))
-                continue
-            losses.append(objective(model, *batch))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        runs.append((model, optimizer, torch.stack(losses).detach()))
-    return runs[1], runs[0], step
+from gradweave.compiler.eager_fallback import EagerFallback, reason_of
+from gradweave.errors import GradweaveError
 
 
 def mean_square(model, *batch):
@@ -256,89 +236,6 @@ def test_a_graph_that_could_not_be_made_is_tried_again_ever_more_rarely(monkeypa
     assert step.eager_reason is None
 
 
-def test_what_inductor_fails_at_is_replayed(monkeypatch, warned):
-    from gradweave.compiler import lower
-
-    def broken(*_, **__):
-        raise AssertionError("on purpose")
-
-    monkeypatch.setattr(lower, "compile_with_inductor", broken)
-    made, expected, step = both(lambda: make("mlp"), loss_fn, list(batches(5)), "inductor", adamw)
-    assert_identical(made, expected)
-    assert step.eager_reason is None
-    (message,) = warned()
-    assert "Inductor" in message
-
-
-@pytest.mark.parametrize("lower", ["replay", "inductor"])
-def test_a_graph_that_fails_when_it_first_runs_changes_nothing_and_gives_way(lower, monkeypatch, warned):
-    kind = program.Replay if lower == "replay" else program.Compiled
-
-    def broken(*_):
-        raise AssertionError("on purpose")
-
-    monkeypatch.setattr(kind, "run", broken)
-    made, expected, step = both(lambda: make("mlp"), loss_fn, list(batches(5)), lower, adamw)
-    assert_identical(made, expected)
-    assert (step.eager_reason is None) == (lower == "inductor")
-    assert len(warned()) == 1
-
-
-@pytest.fixture
-def frail():
-    """An operation whose backward fails when it is called the second time, in the first graph; and its calls."""
-    calls = []
-
-    @torch.library.custom_op("gradweave_tests::back", mutates_args=())
-    def back(grad: torch.Tensor) -> torch.Tensor:
-        calls.append(None)
-        if len(calls) == 2:
-            raise ValueError("on purpose")
-        return grad.clone()
-
-    @torch.library.custom_op("gradweave_tests::frail", mutates_args=())
-    def frail(x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    back.register_fake(torch.empty_like)
-    frail.register_fake(torch.empty_like)
-    frail.register_autograd(lambda _, grad: back(grad))
-    return frail, calls
-
-
-def test_a_graph_that_fails_late_in_its_first_backward_has_updated_nothing(frail, warned):
-    operation, calls = frail
-
-    class Frail(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.head = nn.Linear(48, 8), nn.Linear(8, 5)
-
-        def forward(self, x):
-            return self.head(operation(self.inner(x)))
-
-    def run(compiled):
-        torch.manual_seed(0)
-        model, losses = Frail(), []
-        optimizer = optim.SGD(model.parameters(), lr=0.1)
-        calls.clear()
-        step = gradweave.compile(model, loss_fn, optimizer, lower="replay") if compiled else None
-        for batch in batches(6):
-            if step is not None:
-                losses.append(step(*batch))
-                continue
-            calls.clear()  # does not fail
-            losses.append(loss_fn(model, *batch))
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer, torch.stack(losses).detach()
-
-    assert_identical(run(compiled=True), run(compiled=False))
-    (message,) = warned()
-    assert "ValueError: on purpose" in message
-
-
 def test_errors_of_the_user_are_the_users():
     def picky(model, x, y):
         if x.shape[0] == 3:
@@ -356,191 +253,98 @@ def test_errors_of_the_user_are_the_users():
     assert step.eager_reason is None
 
 
-class Words(nn.Module):
-    """A classifier of bags of words."""
+class Branches(nn.Module):
+    """Python control flow on a value."""
 
     def __init__(self):
         super().__init__()
-        self.inner, self.head = nn.Embedding(50, 16), nn.Linear(16, 5)
+        self.inner = nn.Linear(48, 5)
 
-    def forward(self, words):
-        return self.head(torch.tanh(self.inner(words)).mean(1))
-
-
-@pytest.mark.parametrize("lower", ["replay", "inductor"])
-@pytest.mark.parametrize("short", ["rows", "words"])
-def test_token_ids_are_not_padded(lower, short, warned):
-    generator = torch.Generator().manual_seed(0)
-    data = []
-    for number in range(6):
-        words, y = torch.randint(0, 50, (4, 12), generator=generator), torch.randint(0, 5, (4,), generator=generator)
-        if number >= 3:
-            words, y = (words[:2], y[:2]) if short == "rows" else (words[:, :7], y)
-        data.append((words, y))
-    made, expected, _ = both(Words, loss_fn, data, lower, new_shapes="pad")
-    torch.testing.assert_close(made[2], expected[2], rtol=1e-5, atol=0)
-    if lower == "replay":
-        assert_identical(made, expected)
-    (message,) = warned()
-    assert "tensor 0" in message
-    assert "where batches are made" in message
+    def forward(self, x):
+        out = self.inner(x)
+        return out if out.sum() > 0 else 2 * out
 
 
-def test_targets_are_padded_with_what_the_loss_leaves_out(warned):
-    def with_zero_left_out(model, x, y):
-        return F.cross_entropy(model(x), y.view(-1), ignore_index=0)
+@pytest.mark.parametrize("kind", ["branch", "item"])
+def test_what_cannot_be_one_graph_runs_eagerly_and_is_named_with_file_and_line(kind, warned):
+    def with_item(model, x, y):
+        loss = loss_fn(model, x, y)
+        print(loss.item())
+        return loss
 
-    data = [(x[: 6 - number % 3], y[: 6 - number % 3].clamp(min=1)) for number, (x, y) in enumerate(batches(7))]
-    made, expected, step = both(lambda: make("mlp"), with_zero_left_out, data, new_shapes="pad")
-    torch.testing.assert_close(made[2], expected[2], rtol=1e-5, atol=1e-6)
-    assert step.eager_reason is None
-    assert not warned()
-
-
-def test_batches_by_name():
     def run(lower):
-        model = make("mlp")
+        torch.manual_seed(0)
+        model = Branches() if kind == "branch" else make("mlp")
         optimizer = adamw(model.parameters())
-        objective = lambda model, **batch: F.cross_entropy(model(batch["x"]), batch["y"])  # noqa: E731
-        step = gradweave.compile(model, objective, optimizer, lower=lower, new_shapes="pad") if lower else None
+        objective = with_item if kind == "item" else loss_fn
+        step = gradweave.compile(model, objective, optimizer, lower=lower) if lower else None
         losses = []
-        for number, (x, y) in enumerate(batches(6)):
-            batch = {"x": x[: 6 - number % 2], "y": y[: 6 - number % 2]}
+        for x, y in batches(5):
             if step:
-                losses.append(step(**batch))
+                losses.append(step(x, y))
                 continue
-            losses.append(objective(model, **batch))
+            losses.append(objective(model, x, y))
             losses[-1].backward()
             optimizer.step()
             optimizer.zero_grad()
-        return torch.stack(losses).detach(), step
+        return model, optimizer, torch.stack(losses).detach()
 
-    (made, step), (expected, _) = run("replay"), run(None)
-    torch.testing.assert_close(made, expected, rtol=1e-5, atol=0)
-    assert step.eager_reason is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_grad_norm": "1"}, "max_grad_norm='1'"),
-        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),
-        ({"max_grad_value": True}, "max_grad_value=True"),
-        ({"memory_budget": "0.5"}, "memory_budget='0.5'"),
-        ({"variants": 2.0}, "variants=2.0"),
-        ({"lower": None}, "lower=None"),
-        ({"scaler": True}, "scaler='bool'"),
-        ({"costs": "measured"}, "costs='str'"),
-        ({"loss_fn": nn.CrossEntropyLoss()}, "loss_fn='CrossEntropyLoss'.*not with the model.*lambda"),
-        ({"loss_fn": F.cross_entropy}, "loss_fn='cross_entropy'.*not with the model"),
-        ({"loss_fn": lambda: None}, "loss_fn='<lambda>'.*takes no model"),
-        ({"loss_fn": "mse"}, "loss_fn='str'"),
-        ({"optimizer": "adam"}, "optimizer='str'"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    model = make("mlp")
-    given = {"loss_fn": loss_fn, "optimizer": adamw(model.parameters()), **options}
-    with pytest.raises(ArgumentError, match=message):
-        gradweave.compile(model, **given)
+    assert_identical(run("replay"), run(None))
+    (message,) = warned()
+    assert "test_eager_fallback.py" in message
 
 
-def left_behind(model, optimizer):
-    """Everything that could be left on a model and an optimizer."""
-    hooks = [value for module in model.modules() for name, value in vars(module).items() if "hook" in name and value]
-    marks = [name for name in vars(optimizer) if "gradweave" in name]
-    instance = [name for module in model.modules() for name in vars(module) if name == "forward"]
-    return hooks, marks, instance, [p.grad for p in model.parameters() if p.grad is not None]
+def test_a_deque_with_a_maxlen_forgets_what_is_too_much(warned):
+    def run(lower):
+        history = deque([1.0], maxlen=3)
 
+        def loss(model, x, y):
+            history.append(history[-1] + len(history))
+            return loss_fn(model, x, y) * history[0]
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        "check_options",
-        "check_step",
-        "check_loss_fn",
-        "StepState",
-        "EagerFallback",
-        "_Parts",
-        "_CapturedParts",
-        "dynamo_compile",
-    ],
-)
-def test_a_compile_that_fails_leaves_nothing_behind(part, monkeypatch):
-    def broken(*_, **__):
-        raise RuntimeError("on purpose")
+        return train("linear", lower, loss=loss), list(history)
 
-    model = make("mlp")
-    optimizer = adamw(model.parameters())
-    with monkeypatch.context() as patch:
-        patch.setattr(step_module, part, broken)
-        with pytest.raises(RuntimeError, match="on purpose"):
-            gradweave.compile(model, loss_fn, optimizer)
-    assert left_behind(model, optimizer) == ([], [], [], [])
-    gradweave.fuse(model, optimizer, "forward").detach()
-
-
-@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
-def test_a_first_step_that_fails_leaves_a_model_that_trains(where):
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("on purpose")
-
-    bad = [True]
-
-    def objective(model, x, y):
-        if bad[0] and where == "forward":
-            raise ValueError("on purpose")
-        loss = loss_fn(model, x, y)
-        if bad[0] and where == "loss":
-            return loss.expand(2)
-        return Fails.apply(loss) if bad[0] else loss
-
-    model = make("mlp")
-    optimizer = adamw(model.parameters())
-    step = gradweave.compile(model, objective, optimizer, lower="replay")
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises((ValueError, GradweaveError)):
-        step(*next(batches(1)))
-    assert all(map(torch.equal, before, model.parameters()))
-    assert not optimizer.state
-    assert left_behind(model, optimizer)[0] == []
-    bad[0] = False
-    for batch in batches(3):
-        step(*batch)
-    assert step.eager_reason is None
-
-
-def test_wrapped_optimizers_of_accelerate():
-    import accelerate
-
-    made = []
-    for wrapped in (True, False):
-        model = make("mlp")
-        optimizer = adamw(model.parameters())
-        given = accelerate.Accelerator(cpu=True).prepare(optimizer) if wrapped else optimizer
-        step = gradweave.compile(model, loss_fn, given, lower="replay")
-        made.append((model, optimizer, torch.stack([step(x, y) for x, y in batches(4)])))
-    assert_identical(*made)
-
-
-def test_wrapped_optimizers_of_lightning():
-    from lightning.pytorch.core.optimizer import LightningOptimizer
-
-    model = make("mlp")
-    optimizer = adamw(model.parameters())
-    step = gradweave.compile(model, loss_fn, LightningOptimizer(optimizer), lower="replay")
-    losses = torch.stack([step(x, y) for x, y in batches(4)])
-    assert step.optimizer is optimizer
-    assert len(losses.unique()) == 4
-
-
-def test_dynamo_that_is_switched_off(monkeypatch):
-    with torch.compiler.set_stance("force_eager"):
-        made, expected, _ = both(lambda: make("mlp"), loss_fn, list(batches(4)))
+    (made, history), (expected, other) = run("replay"), run(None)
     assert_identical(made, expected)
+    assert history == other
+    (message,) = warned()
+    assert "deque" in message
+
+
+def eager_steps(fallback, kind, most=20):
+    """How many steps of a kind are taken eagerly before a graph is tried."""
+    return next(number for number in range(most) if not fallback.count_down(kind))
+
+
+def test_tries_are_twice_as_far_apart_after_each_failure():
+    fallback = EagerFallback(variants=4)
+    assert eager_steps(fallback, "a") == 0
+    for expected in (2, 4, 8):
+        fallback.note_failure("a")
+        assert eager_steps(fallback, "a") == expected
+    assert eager_steps(fallback, "b") == 0
+
+
+def test_kinds_beyond_the_number_of_variants_count_as_one():
+    fallback = EagerFallback(variants=2)
+    fallback.note_success("fine")
+    for kind in "abcd":
+        fallback.note_failure(kind)
+    assert eager_steps(fallback, "a") == 2
+    assert eager_steps(fallback, "e") == 4
+    assert eager_steps(fallback, "fine") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("bad\nmore"), "ValueError: bad"),
+        (GradweaveError("bad"), "bad"),
+        (RuntimeError(), "RuntimeError: RuntimeError"),
+        (DynamoError('no\n  File "x.py", line 3'), r'loss_fn cannot be made one graph: no \(File "x.py", line 3\);'),
+        (TooManyVariantsError(), "variants=4: no more graphs"),
+    ],
+)
+def test_reasons_are_one_line_with_the_place(error, reason):
+    assert re.match(reason, reason_of(error, 4))
+    assert "\n" not in reason_of(error, 4)

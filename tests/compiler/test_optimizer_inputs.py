@@ -1,11 +1,18 @@
 """Optimizers of users' own: tensor code is traced, everything else runs eagerly."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import optim
 
-import gradweave
-from compiler.models import assert_identical, train
+from compiler.models import (
+    OPTIMIZERS,
+    assert_identical,
+    counting,
+    train,
+)
+from gradweave.compiler import program
 
 
 class CountsInGroup(optim.SGD):
@@ -115,30 +122,109 @@ def test_a_custom_optimizer_of_tensor_code(lower):
         assert_identical(made, expected)
 
 
-class TrustRatio(torch.optim.Optimizer):
-    """Changes a scalar of its own in place, by something that differs between parameters."""
+def test_hyperparameters_change_without_a_new_graph(caplog):
+    def each(number, model, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + number)
+            group["momentum"] = 0.5 + 0.05 * number
+            group["weight_decay"] = 0.01 * number if number else 0.02
 
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1})
+    with caplog.at_level("INFO", logger="gradweave"):
+        made = train("small", "inductor", OPTIMIZERS["sgd, everything"], each=each)
+    torch.testing.assert_close(made[2], train("small", None, OPTIMIZERS["sgd, everything"], each=each)[2])
+    assert sum("ready after" in record.message for record in caplog.records) <= 1
 
-    @torch.no_grad()
-    def step(self):
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_state_of_another_kind_makes_a_new_graph(lower):
+    def each(number, model, optimizer):
+        if number == 3:
+            for entry in optimizer.state.values():
+                entry["exp_avg_sq"] = entry["exp_avg_sq"].double()
+
+    made, expected = train("small", lower, each=each), train("small", each=each)
+    torch.testing.assert_close(made[2], expected[2], rtol=1e-5, atol=0)
+
+
+def test_numpy_rates_need_one_graph(monkeypatch):
+    numpy = pytest.importorskip("numpy")
+    made = []
+    monkeypatch.setattr(program, "trace_step", counting(program.trace_step, made))
+
+    def each(number, model, optimizer):
+        optimizer.param_groups[0]["lr"] = numpy.float64(0.01 / (1 + number))
+
+    assert_identical(train("mlp", "replay", each=each), train("mlp", each=each))
+    assert len(made) == 1
+
+
+def changed_in_a_list(number, model, optimizer):
+    optimizer.param_groups[0]["betas"][0] = 0.9 - 0.1 * number
+
+
+def changed_key(number, model, optimizer):
+    if number == 3:
+        optimizer.param_groups[0]["trust"] = 0.1
+
+
+class Trusting(optim.SGD):
+    """Reads a key that may not be there."""
+
+    def step(self, closure=None):
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state["step"] = torch.zeros(())
-                state["step"].add_(1)
-                rate = group["lr"] / state["step"]
-                rate.mul_(p.norm() + 0.1)
-                p.add_(-p.grad * rate)
+                p.grad.mul_(group.get("trust", 1.0))
+        return super().step(closure)
 
 
-def test_a_scalar_that_is_changed_in_place_is_each_parameters_own():
-    def train(lower):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
-        step = gradweave.compile(model, lambda m, x: m(x).square().mean(), TrustRatio(model.parameters()), lower=lower)
-        return torch.stack([step(torch.linspace(0, 1, 24).view(4, 6)) for _ in range(6)])
+@pytest.mark.parametrize(
+    ("make_optimizer", "each"),
+    [
+        (lambda p: optim.NAdam(p, lr=1e-2, betas=[0.9, 0.99]), changed_in_a_list),
+        (lambda p: Trusting(p, lr=0.1), changed_key),
+    ],
+    ids=["list", "new key"],
+)
+def test_hyperparameters_in_lists_and_under_new_keys(make_optimizer, each):
+    made, expected = (train("mlp", lower, make_optimizer, each=each) for lower in ("replay", None))
+    assert torch.equal(made[2], expected[2])
+    for mine, theirs in zip(made[0].parameters(), expected[0].parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
-    torch.testing.assert_close(train("inductor"), train("replay"), rtol=1e-5, atol=1e-7)
+
+RATES = {
+    "float32": torch.tensor,
+    "float64": lambda x: torch.tensor(x, dtype=torch.float64),
+    "1": lambda x: torch.tensor([x]),
+}
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD, optim.AdamW, optim.NAdam, optim.Adamax])
+@pytest.mark.parametrize("kind", RATES)
+def test_rates_that_are_tensors(optimizer, kind, warned):
+    """They compute in a precision of their own, and may be changed in place."""
+
+    def run(lower):
+        rate = RATES[kind](0.01)
+
+        def each(number, model, optimizer):
+            rate.fill_(0.01 / (1 + number))
+
+        return train("linear", lower, lambda p: optimizer(p, lr=rate), each=each)
+
+    assert_identical(run("replay"), run(None))
+    assert not warned()
+
+
+@pytest.mark.parametrize("optimizer", [optim.AdamW, optim.NAdam])
+def test_numbers_that_have_a_precision_of_their_own_are_left_to_the_eager_step(optimizer, warned):
+    numpy = pytest.importorskip("numpy")
+
+    def each(number, model, optimizer):
+        kind = (float, float, numpy.float64, numpy.float32, numpy.float16, Fraction)[number]
+        optimizer.param_groups[0]["lr"] = kind(0.01)
+
+    assert_identical(*(train("linear", lower, optimizer, each=each) for lower in ("replay", None)))
+    (message,) = warned()
+    assert "its lr is a numpy.float32" in message
+    assert "give a float" in message

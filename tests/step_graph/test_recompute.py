@@ -47,17 +47,17 @@ def run(monkeypatch, *, checkpoints=False, memory_budget=None):
 
 
 @pytest.mark.parametrize("options", [{"memory_budget": 0.5}, {"checkpoints": True}], ids=["budget", "checkpoints"])
-def test_activations_computed_anew_save_memory_and_change_nothing(monkeypatch, options):
+def test_recomputed_activations_save_memory_and_change_nothing(monkeypatch, options):
     losses, peak = run(monkeypatch)
-    anew, less = run(monkeypatch, **options)
-    assert torch.equal(losses, anew)
+    recomputed, less = run(monkeypatch, **options)
+    assert torch.equal(losses, recomputed)
     assert less < 0.75 * peak
 
 
 def test_the_budget_of_torch_keeps_the_peak(monkeypatch):
     losses, peak = run(monkeypatch)
-    anew, same = run(monkeypatch, memory_budget=1.0)
-    assert torch.equal(losses, anew)
+    recomputed, same = run(monkeypatch, memory_budget=1.0)
+    assert torch.equal(losses, recomputed)
     assert same <= peak
 
 
@@ -157,7 +157,7 @@ class FusedDropout(torch.nn.Module):
         return torch.native_dropout(x, 0.5, True)[0]
 
 
-def test_random_numbers_are_kept_when_activations_are_computed_anew():
+def test_random_numbers_are_kept_when_activations_are_recomputed():
     def run(budget):
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(), torch.nn.Linear(8, 8), torch.nn.Tanh())
@@ -169,7 +169,7 @@ def test_random_numbers_are_kept_when_activations_are_computed_anew():
     torch.testing.assert_close(run(0.1), run(None), rtol=0, atol=0)
 
 
-def test_random_numbers_that_would_be_drawn_anew_are_refused():
+def test_random_numbers_that_would_be_drawn_again_are_refused():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), FusedDropout(), torch.nn.Linear(8, 8), torch.nn.Tanh())
     step = gradweave.compile(
         model, lambda m, x: m(x).sum(), torch.optim.SGD(model.parameters(), lr=0.1), lower="replay", memory_budget=0.1
@@ -180,7 +180,7 @@ def test_random_numbers_that_would_be_drawn_anew_are_refused():
 
 
 def test_a_recorded_step_keeps_everything(monkeypatch):
-    """No activation is computed anew in it, and it is the step that an eager one would be."""
+    """No activation is recomputed in it, and it is the step that an eager one would be."""
 
     def make():
         torch.manual_seed(0)

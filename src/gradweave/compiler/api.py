@@ -425,13 +425,13 @@ class _CapturedParts:
     """
 
     def __init__(self, parts: _Parts) -> None:
-        self.parts: _Parts | None = parts
+        self._parts: _Parts | None = parts
 
     def open(self) -> _Parts:
         """Return the parts."""
-        if self.parts is None:
+        if self._parts is None:
             raise GradweaveError("the step is gone; compile() the model again")
-        return self.parts
+        return self._parts
 
     def add_program(self, forward: GraphModule, _: Any) -> Callable[..., list[Any]]:
         """Return what runs a captured forward; Dynamo's backend."""
@@ -448,7 +448,7 @@ class _CapturedParts:
     def close(self, forget: Callable[[], None]) -> None:
         """Drop the parts, and free what Dynamo has compiled."""
         forget()
-        self.parts = None
+        self._parts = None
 
 
 def _let_go(captured: _CapturedParts, forget: Callable[[], None], claims: ExitStack) -> None:
@@ -460,7 +460,7 @@ def _objective(captured: _CapturedParts) -> Callable[..., tuple[torch.Tensor, An
     """Return the function that is captured; its loss is marked."""
 
     def objective(*batch: Any, **named: Any) -> tuple[torch.Tensor, Any]:
-        parts: Any = captured.parts
+        parts = captured.open()
         loss, extras = loss_and_extras(parts.loss_fn(parts.model, *batch, **named))
         return mark_loss(loss), extras
 

@@ -90,9 +90,9 @@ def _without_skipped(traced: TracedStep, outputs: list[Any]) -> list[Any]:
 class Compiled:
     """A step compiled by Inductor, and a small program for its scalars that runs first.
 
-    The passes run in this order: scalars are split off first, so that the main graph has tensors in the place of
-    hyperparameters and the counts that advance are gone from it; counters such as BatchNorm's are taken out of what is
-    left; only then is it cut for two streams, since what has no task of its own would tie the pieces together.
+    The passes run in this order. Scalars are split off first, because what Inductor compiles must have tensors in the
+    place of hyperparameters. Counters such as BatchNorm's are then taken out of what is left. That is cut for two
+    streams last, because the pieces are compiled as they are.
 
     Args:
         traced: The step; its operations know their places if it is to run on two streams.

@@ -33,7 +33,7 @@ _TORCH_PREFIXES = ("_optimizer_", "_opt_", "_gradweave_", "_step_count", "_accel
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Access:
     """Access to a value that code reads: in a class, a module's globals, a closure."""
 
     get: Callable[[], Any]
@@ -54,24 +54,24 @@ class OptimizerReads:
         self._optimizer = optimizer
         self._step = own_step(optimizer)
         foreign = [cls for cls in type(optimizer).__mro__ if not _is_known(cls)]
-        self._foreign = bool(foreign)
-        self._places: dict[str, _Place] = {}
+        self._has_foreign_code = bool(foreign)
+        self._places: dict[str, _Access] = {}
         for cls in foreign:
             self._places.update(_places_of_class(cls))
         self.incomparable: str | None = None
-        self._values = self._now() if self._foreign else {}
+        self._values = self._snapshots() if self._has_foreign_code else {}
 
     def unchanged(self) -> bool:
         """Return whether every value is equal to its snapshot."""
         if own_step(self._optimizer) is not self._step:
             return False
-        return not self._foreign or self.changed() is None
+        return not self._has_foreign_code or self.changed() is None
 
     def changed(self) -> str | None:
         """Return the name of a value that differs from its snapshot; None if none does."""
-        if not self._foreign:
+        if not self._has_foreign_code:
             return None
-        now = self._now()
+        now = self._snapshots()
         for name in {**self._values, **now}:
             if now.get(name, _MISSING) != self._values.get(name, _MISSING):
                 return name
@@ -80,7 +80,7 @@ class OptimizerReads:
     def copies(self) -> tuple[dict[str, Any], list[Any]]:
         """Return copies of the values outside of the optimizer that its step could change, for :meth:`restore`."""
         generators: list[Any] = []
-        self._now(generators)
+        self._snapshots(generators)
         return {name: _copy(place.get()) for name, place in self._places.items()}, list(map(_restoring, generators))
 
     def restore(self, copied: tuple[dict[str, Any], list[Any]]) -> None:
@@ -89,7 +89,7 @@ class OptimizerReads:
         for restore_generator in generators:
             restore_generator()
         before = self._values
-        now_there = self._now()
+        now_there = self._snapshots()
         for name, value in copies.items():
             place = self._places[name]
             now = place.get()
@@ -103,7 +103,8 @@ class OptimizerReads:
             else:
                 place.put(value)
 
-    def _now(self, generators: list[Any] | None = None) -> dict[str, Any]:
+    def _snapshots(self, generators: list[Any] | None = None) -> dict[str, Any]:
+        """Return a snapshot of every value by name; extend ``generators`` by the random generators among them."""
         known = {id(self._optimizer): "the optimizer"}
         values: dict[str, Any] = {}
         plain = {key: value for key, value in self._optimizer.defaults.items() if not isinstance(value, torch.Tensor)}
@@ -149,7 +150,7 @@ def _copy(value: Any) -> Any:
         return value
 
 
-def _places_of_class(cls: type) -> Iterator[tuple[str, _Place]]:
+def _places_of_class(cls: type) -> Iterator[tuple[str, _Access]]:
     """Yield the data of a class, and what its methods read elsewhere."""
     seen: set[int] = set()
     for name, member in vars(cls).items():
@@ -158,10 +159,10 @@ def _places_of_class(cls: type) -> Iterator[tuple[str, _Place]]:
             yield from _places_of_function(function, seen)
         elif not (name.startswith("__") or callable(member) or hasattr(member, "__get__")):
             where = f"class variable {name!r} of {cls.__name__}"
-            yield where, _Place(partial(vars(cls).get, name, _MISSING), partial(setattr, cls, name))
+            yield where, _Access(partial(vars(cls).get, name, _MISSING), partial(setattr, cls, name))
 
 
-def _places_of_function(function: FunctionType, seen: set[int]) -> Iterator[tuple[str, _Place]]:
+def _places_of_function(function: FunctionType, seen: set[int]) -> Iterator[tuple[str, _Access]]:
     """Yield the globals and the closure of a function, and of those that it calls."""
     if id(function.__code__) in seen or _is_known(function):
         return
@@ -178,7 +179,7 @@ def _places_of_function(function: FunctionType, seen: set[int]) -> Iterator[tupl
 
 def _places_of_value(
     what: str, holder: MutableMapping[str, Any], name: str, code: CodeType, seen: set[int]
-) -> Iterator[tuple[str, _Place]]:
+) -> Iterator[tuple[str, _Access]]:
     value = unwrap(holder[name]) if callable(holder[name]) else holder[name]
     if isinstance(value, FunctionType):
         yield from _places_of_function(value, seen)
@@ -188,18 +189,18 @@ def _places_of_value(
         inside = value.__dict__
         for attribute in set(code.co_names) & inside.keys():
             if isinstance(inside[attribute], _DATA):
-                place = _Place(partial(inside.get, attribute, _MISSING), partial(setattr, value, attribute))
+                place = _Access(partial(inside.get, attribute, _MISSING), partial(setattr, value, attribute))
                 yield f"{what}.{attribute}", place
     elif not callable(value) or hasattr(value, "__dict__"):
-        yield what, _Place(partial(holder.get, name, _MISSING), partial(holder.__setitem__, name))
+        yield what, _Access(partial(holder.get, name, _MISSING), partial(holder.__setitem__, name))
 
 
-def _places_of_cell(what: str, cell: Any, seen: set[int]) -> Iterator[tuple[str, _Place]]:
+def _places_of_cell(what: str, cell: Any, seen: set[int]) -> Iterator[tuple[str, _Access]]:
     value = _contents(cell)
     if isinstance(value, FunctionType):
         yield from _places_of_function(value, seen)
     elif not isinstance(value, (ModuleType, type)):
-        yield what, _Place(partial(_contents, cell), partial(setattr, cell, "cell_contents"))
+        yield what, _Access(partial(_contents, cell), partial(setattr, cell, "cell_contents"))
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

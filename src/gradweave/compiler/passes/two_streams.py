@@ -55,7 +55,7 @@ def note_places(places: dict[Node, Place]) -> None:
         node.meta[_PLACE] = place
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Piece:
     """A part of a graph.
 
@@ -98,6 +98,8 @@ def cut(whole: GraphModule, layer: int) -> Cut | None:
     places = _places(nodes)
     side = {n for n in nodes if (p := places.get(n)) and p.kind in (Kind.W, Kind.U) and p.layer >= layer}
     first: set[Node] = set()
+    # A node that must stay takes what it needs with it, and what is left may be in conflict with that: repeat until the
+    # pieces are independent.
     while True:
         first = _first(nodes, places, side, layer)
         side -= first
@@ -237,10 +239,10 @@ class TwoStreams:
         self._given = [node for node in graph.nodes if node.op == "placeholder"]
         self._returned = graph.output_node().args[0]
         known = dict(zip(self._given, examples, strict=True))
-        self._pieces = {}
+        self._compiled: dict[Piece, Callable[..., Any]] = {}
         for piece in (parts.first, parts.side, parts.rest):
-            made = [known[node] if node in known else _like(node) for node in piece.inputs]
-            self._pieces[id(piece)] = lower(piece.graph, made)
+            inputs = [known[node] if node in known else _like(node) for node in piece.inputs]
+            self._compiled[piece] = lower(piece.graph, inputs)
         self._parts = parts
         self._stream: torch.cuda.Stream | None = None
 
@@ -267,7 +269,7 @@ class TwoStreams:
         return [values[value] if isinstance(value, Node) else value for value in self._returned]  # type: ignore[union-attr]
 
     def _run(self, piece: Piece, values: dict[Node, Any]) -> None:
-        made = self._pieces[id(piece)](*(values[node] for node in piece.inputs))
+        made = self._compiled[piece](*(values[node] for node in piece.inputs))
         values.update(zip(piece.outputs, made, strict=True))
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from torch import optim
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import gradweave
-from compiler.models import Convolutional, Deep, adamw, batches, loss_fn
+from compiler.models import Convolutional, Deep, adamw, assert_identical, batches, loss_fn, train
 from gradweave._compat.tracing import fake_mode, fake_of, trace_to_graph
 from gradweave.compiler import lower, program
 from gradweave.compiler.passes.placement import has_data_dependent_sizes, take_out_counters, updates_at_their_gradients
@@ -120,3 +121,17 @@ def test_batches_are_counted_by_a_compiled_step():
 def test_only_masks_give_sizes_that_depend_on_values(pick, is_of_values):
     graph = make_fx(pick, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.randn(3, 4))
     assert has_data_dependent_sizes(graph) is is_of_values
+
+
+class Noisy(optim.SGD):
+    """Draws noise with torch."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad + 0.01 * torch.randn_like(p), alpha=group["lr"])
+
+
+def test_an_optimizer_that_draws_noise_is_replayed_in_its_order():
+    assert_identical(*(train("mlp", lower, lambda p: Noisy(p, lr=0.1)) for lower in ("replay", None)))
