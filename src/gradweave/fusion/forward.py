@@ -14,7 +14,6 @@ from gradweave._runtime.buckets import Bucket, make_buckets
 from gradweave._runtime.deferred.late import LateGradient, settled
 from gradweave._runtime.deferred.pending_gradient import make_gradient_pending
 from gradweave._runtime.deferred.pending_updates import UpdateRules
-from gradweave._runtime.deferred.update import Update
 from gradweave._runtime.deferred.updates import DeferredUpdates
 from gradweave.fusion.grad_norm import NormTracker
 
@@ -124,11 +123,11 @@ class _ForwardRules(UpdateRules):
             return gradient.layout is torch.strided
         return type(gradient) is torch.Tensor and gradient.layout is torch.strided and is_sole_user(gradient)
 
-    def stand_in(self, update: Update, gradient: torch.Tensor) -> torch.Tensor:
+    def stand_in(self, gradient: torch.Tensor, resolve: Callable[[], None]) -> torch.Tensor:
         """Return the gradient itself, pending, or one that is late until the update is done."""
         if type(gradient) is LateGradient:
-            return LateGradient(gradient, _UntilUpdated(update, gradient))
-        make_gradient_pending(gradient, update.resolve)
+            return LateGradient(gradient, _UntilUpdated(resolve, gradient))
+        make_gradient_pending(gradient, resolve)
         return gradient
 
 
@@ -137,13 +136,13 @@ class _UntilUpdated:
 
     stream = None
 
-    def __init__(self, update: Update, gradient: LateGradient) -> None:
-        self._update = update
+    def __init__(self, resolve: Callable[[], None], gradient: LateGradient) -> None:
+        self._resolve = resolve
         self._gradient = gradient
 
     def settle(self) -> torch.Tensor:
         """Return the gradient, once the update with it is done."""
-        self._update.resolve()
+        self._resolve()
         result: torch.Tensor = settled(self._gradient)
         return result
 

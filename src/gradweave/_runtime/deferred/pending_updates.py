@@ -67,8 +67,8 @@ class UpdateRules:
         """Return whether a gradient stays what it is until the update, unless it is changed through Python."""
         raise NotImplementedError
 
-    def stand_in(self, update: Update, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what ``.grad`` is while an update is pending; using it must call ``update.resolve`` first."""
+    def stand_in(self, gradient: torch.Tensor, resolve: Callable[[], None]) -> torch.Tensor:
+        """Return what ``.grad`` is while the update with it is pending; using that must call ``resolve`` first."""
         raise NotImplementedError
 
     def before_update(self, update: Update) -> None:
@@ -168,15 +168,16 @@ class PendingUpdates:
         # A graph from before the step must not be run backward with what it has kept of the weights.
         mark_written([p for update in updates for p in update.bucket.params])
         for update in updates:
-            update.resolve = partial(self._resolve_update, update)
+            # Kept by the stand-ins alone: the update would be in a cycle with it, and its gradients live on after it.
+            resolve = partial(self._resolve_update, update)
             for p, grad in zip(update.bucket.params, update.grads, strict=True):
-                make_pending(p, self._resolve_on_use, self._show(update, grad))
+                make_pending(p, self._resolve_on_use, self._show(update, grad, resolve))
             self._pending[update.bucket.number] = update
         self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle_state)
 
-    def _show(self, update: Update, grad: torch.Tensor) -> torch.Tensor:
+    def _show(self, update: Update, grad: torch.Tensor, resolve: Callable[[], None]) -> torch.Tensor:
         """Return what is seen of a gradient while the update with it is pending: using it, the update is done first."""
-        shown = self._rules.stand_in(update, grad)
+        shown = self._rules.stand_in(grad, resolve)
         update.shown.append(shown)
         return shown
 
@@ -369,8 +370,9 @@ class PendingUpdates:
         self, update: Update, grads: list[torch.Tensor], cleared: list[bool], since: list[torch.Tensor | None]
     ) -> None:
         update.grads = grads
+        resolve = partial(self._resolve_update, update)
         for p, grad, is_cleared, added in zip(update.bucket.params, grads, cleared, since, strict=True):
-            shown = self._show(update, grad)
+            shown = self._show(update, grad, resolve)
             make_pending(p, self._resolve_on_use, None if is_cleared else shown)
             accumulate(p, added)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +25,6 @@ class Update:
         late: Those of the gradients that were not finished at step().
         shown: What is seen of the gradients until it is done.
         is_running: Whether it is being done.
-        resolve: Has it done; set once it is pending.
     """
 
     bucket: Bucket
@@ -37,7 +35,6 @@ class Update:
     late: list[LateGradient] = field(default_factory=list)
     shown: list[torch.Tensor] = field(default_factory=list)
     is_running: bool = False
-    resolve: Callable[[], None] = lambda: None
 
 
 def await_late(update: Update) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -71,11 +71,11 @@ class _AveragingRules(UpdateRules):
         """Return whether a gradient is dense: it is a part of the reducer's message, which nothing else refers to."""
         return gradient.layout is torch.strided
 
-    def stand_in(self, update: Update, gradient: torch.Tensor) -> torch.Tensor:
+    def stand_in(self, gradient: torch.Tensor, resolve: Callable[[], None]) -> torch.Tensor:
         """Return an alias of the gradient: the gradient itself is pending until its message has arrived."""
         with no_torch_function():
             seen = gradient.view_as(gradient)
-        make_gradient_pending(seen, update.resolve)
+        make_gradient_pending(seen, resolve)
         return seen
 
     def before_update(self, update: Update) -> None:
