@@ -608,7 +608,7 @@ FAILING = [
     "gradweave.optim.eva.FusedStep",
     "gradweave.optim.eva._StatisticsOptimizer._attach",
     "gradweave.optim.base.VectorOptimizer.add_param_group",
-    "gradweave.optim.statistics.coverage.watch_projections",
+    "gradweave.optim.statistics.coverage.hook_output_projections",
     "gradweave.optim.base.VectorOptimizer._enlist",
 ]
 

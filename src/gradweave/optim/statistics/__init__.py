@@ -1,1 +1,1 @@
-"""What layers see while a model trains, as vectors for the Eva family."""
+"""Statistics of layers' inputs and outputs, collected while a model trains."""

@@ -17,8 +17,12 @@ from gradweave.optim.averaging import Ranks
 from gradweave.optim.kernels.gpu_statistics import GpuStatistics
 from gradweave.optim.kernels.launch import is_capturing
 from gradweave.optim.state import ParameterState
-from gradweave.optim.statistics.attention_input import AttentionTap, attention_parts
-from gradweave.optim.statistics.attention_output import unseen_projections, watch_projections
+from gradweave.optim.statistics.attention import (
+    InputProjectionTap,
+    hook_output_projections,
+    input_projection,
+    uncovered_output_projections,
+)
 from gradweave.optim.statistics.geometry import Layout, layout_of
 from gradweave.optim.statistics.hooks import Catching, Masking, Tap
 
@@ -28,7 +32,7 @@ class CoveredLayer:
     """A layer with a tap.
 
     Attributes:
-        name: In the model.
+        name: Its name in the model.
         module: The layer.
         weight: Its weight.
         bias: Its bias, if that is a column of the layer's matrices.
@@ -47,8 +51,12 @@ class Capture:
 
     Args:
         model: The model.
-        catching: What is caught.
-        ranks: To be told of each forward; None where there is nothing to tell.
+        catching: The statistics to collect.
+        ranks: The ranks, which are told of each forward; None if they are not needed.
+
+    Attributes:
+        layers: The layers with taps.
+        masking: The holder of the padding mask.
     """
 
     def __init__(self, model: nn.Module, catching: Catching, ranks: Ranks | None = None) -> None:
@@ -58,13 +66,13 @@ class Capture:
         part = pipeline_part(model)
         head = None if catching.words else head_over_words(model, part)
         tied = frozenset() if part is None else part.tied
-        for name, module, layout, weight, bias in coverable(
+        for name, module, layout, weight, bias in coverable_layers(
             model, with_attention=catching.per_sample, left=head, tied=tied
         ):
             tap = Tap(layout, weight, catching, self.masking, self._gpu_statistics)
             self.layers.append(CoveredLayer(name, module, weight, bias, tap))
         for name, module in model.named_modules() if catching.per_sample else ():
-            parts = attention_parts(module)
+            parts = input_projection(module)
             if parts is None or not parts[0].requires_grad:
                 continue
             weight, bias = parts
@@ -74,34 +82,34 @@ class Capture:
                 continue
             self.layers.append(
                 CoveredLayer(
-                    name, module, weight, bias,
-                    AttentionTap(weight, catching, self.masking, self._gpu_statistics),
+                    name, module, weight, bias, InputProjectionTap(weight, catching, self.masking, self._gpu_statistics)
                 )
-            )  # fmt: skip
+            )
         self._handles: list[Any] = []
         try:
             for layer in self.layers:
                 self._handles.append(layer.module.register_forward_hook(layer.tap, with_kwargs=True))
-            self._handles += watch_projections(model, [(layer.module, layer.tap) for layer in self.layers])
+            self._handles += hook_output_projections(model, [(layer.module, layer.tap) for layer in self.layers])
         except BaseException:
             self.remove()
             raise
 
     def forget(self) -> None:
-        """Drops what a backward that has failed left behind."""
+        """Drop statistics that a failed backward has left in the kernels' side."""
         self._gpu_statistics.discard()
 
     def remove(self) -> None:
-        """Takes the taps off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def head_over_words(model: nn.Module, part: PipelinePart | None = None) -> nn.Linear | None:
-    """The last linear layer, if it has a row for each word of an embedding; both of the whole model, in a pipeline.
+    """Return the last linear layer, if it has a row for each word of an embedding; None otherwise.
 
-    Rows of rare words have gradients that are small and mostly noise: with one length for all they would not learn.
+    In a pipeline, last layer and embeddings are those of the whole model. Rows of rare words have gradients that are
+    small and mostly noise: with one length for all rows these would not learn.
     """
     inside = {id(module.out_proj) for module in model.modules() if isinstance(module, nn.MultiheadAttention)}
     heads = [module for module in model.modules() if isinstance(module, nn.Linear) and id(module) not in inside]
@@ -111,33 +119,33 @@ def head_over_words(model: nn.Module, part: PipelinePart | None = None) -> nn.Li
     return heads[-1] if heads and tuple(heads[-1].weight.shape) in shapes else None
 
 
-def coverable(
+def coverable_layers(
     model: nn.Module,
     *,
     with_attention: bool = False,
     left: nn.Module | None = None,
     tied: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[str, nn.Module, Layout, nn.Parameter, nn.Parameter | None]]:
-    """The layers that have vectors; what of the others has a weight matrix is announced.
+    """Yield the layers that can have vectors, with name, layout, weight and bias; announce others with a weight matrix.
 
     Args:
         model: The model.
-        with_attention: Whether attention has vectors by other means.
-        left: A layer that is left out.
-        tied: The ids of weights that layers elsewhere have too.
+        with_attention: Whether the projections of attention have vectors.
+        left: A layer to leave out.
+        tied: The ids of weights that layers on other ranks of a pipeline have too.
     """
     owners: dict[int, int] = {}
     for module in model.modules():
         for p in module.parameters(recurse=False):
             owners[id(p)] = owners.get(id(p), 0) + 1
-    inside_attention = unseen_projections(model, seen=with_attention)
+    inside_attention = uncovered_output_projections(model, with_attention=with_attention)
     left_out: dict[str, None] = {}
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         layout = None if id(module) in inside_attention else layout_of(module)
         weight = own.get("weight")
         if layout is None or weight is None:
-            covered_elsewhere = with_attention and attention_parts(module) is not None
+            covered_elsewhere = with_attention and input_projection(module) is not None
             if any(p.dim() >= 2 for p in own.values()) and not covered_elsewhere:
                 left_out.setdefault(type(module).__name__)
             continue

@@ -1,21 +1,26 @@
-"""How layers multiply: what of their input and of their output's gradient the vectors are made of.
+"""Layers as matrices, and the sums over places that their vectors are made of.
 
-A layer is seen as ``groups`` matrices of ``outputs`` by ``inputs`` that are applied at many places
-(samples, positions, patches). Its input vector is the mean, over places, of what the matrices are
-applied to; its output vector that of the gradients of what they give. One for a bias is not stored.
+A layer is seen as ``groups`` matrices of ``outputs`` by ``inputs`` that are applied at many places (samples, positions,
+patches). Its input vector is the mean of the matrices' inputs over places; its output vector that of the gradients of
+their results. The one that belongs to a bias is not stored.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
 from gradweave._compat.eager import ConvolutionModule
+from gradweave.optim.state import wide_dtype
 from gradweave.optim.statistics.patches import Window, patch_sum, windows_of
 
-LINEAR, CONVOLUTION, TRANSPOSED = "linear", "convolution", "transposed"
+Kind = Literal["linear", "convolution", "transposed"]
+LINEAR: Literal["linear"] = "linear"
+CONVOLUTION: Literal["convolution"] = "convolution"
+TRANSPOSED: Literal["transposed"] = "transposed"
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -26,14 +31,14 @@ class Layout:
     """A layer as matrices.
 
     Attributes:
-        kind: Linear, convolution or transposed convolution.
+        kind: The kind of the layer.
         groups: Number of matrices.
         inputs: Their columns.
         outputs: Their rows.
-        windows: How a convolution takes patches; none for a linear layer.
+        windows: A convolution's patches, by dimension; empty for a linear layer.
     """
 
-    kind: str
+    kind: Kind
     groups: int
     inputs: int
     outputs: int
@@ -52,9 +57,15 @@ class Layout:
     def input_sums(
         self, x: torch.Tensor, samples: int | None, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, float | torch.Tensor]:
-        """Sums over the places of the first samples, and how many places these are."""
+        """Return the sums over the places of the first samples, and the number of places.
+
+        Args:
+            x: The layer's input.
+            samples: Number of leading samples (all if None).
+            mask: Which rows of a linear layer count.
+        """
         x = self._batched(x)
-        dtype = vector_dtype(x)
+        dtype = wide_dtype(x)
         if self.kind == LINEAR:
             mask, x = _fitting(mask, x, samples), x[:samples]
             if mask is not None:
@@ -73,16 +84,16 @@ class Layout:
     def output_sums(
         self, gradient: torch.Tensor, samples: int | None, places: tuple[int, ...], mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Sums of the output's gradient over the same places.
+        """Return the sums of the output's gradient over the same places.
 
         Args:
-            gradient: Of the output.
-            samples: How many of the first to take.
-            places: The input's size in space; a transposed convolution's patches are as many.
+            gradient: The output's gradient.
+            samples: Number of leading samples (all if None).
+            places: The input's spatial size, which is the number of a transposed convolution's patches.
             mask: Which rows of a linear layer count.
         """
         gradient = self._batched(gradient)
-        dtype = vector_dtype(gradient)
+        dtype = wide_dtype(gradient)
         if self.kind == LINEAR:
             mask, gradient = _fitting(mask, gradient, samples), gradient[:samples]
             if mask is not None:
@@ -98,13 +109,8 @@ class Layout:
         return x.unsqueeze(0) if x.dim() < lowest else x
 
     def batch_size(self, x: torch.Tensor) -> int:
-        """How many samples an input or an output holds."""
+        """Return the number of samples in an input or an output."""
         return int(self._batched(x).shape[0])
-
-
-def vector_dtype(x: torch.Tensor) -> torch.dtype:
-    """What vectors of a layer are kept in: float32, whatever autocast does, or float64."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _sum_rows(x: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -112,32 +118,32 @@ def _sum_rows(x: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _masked(x: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows times their weights; those that do not count may hold anything."""
+    """Return rows times their weights; rows of weight 0 may hold anything, such as NaN."""
     weights = mask.to(dtype)[..., None]
     return torch.where(weights != 0, x.to(dtype) * weights, torch.zeros((), dtype=dtype, device=x.device))
 
 
 def _fitting(mask: torch.Tensor | None, x: torch.Tensor, samples: int | None) -> torch.Tensor | None:
-    """A mask, if it has one entry per row; layers behind a pooling have other rows."""
+    """Return a mask if it has one entry per row; layers after a pooling have other rows."""
     return None if mask is None or mask.shape != x.shape[:-1] else mask[:samples]
 
 
 def layout_of(module: nn.Module) -> Layout | None:
-    """The layout of a layer whose forward is torch's own; None for any other module."""
+    """Return the layout of a layer whose forward is torch's own, and None for any other module."""
     if isinstance(module, torch.jit.ScriptModule):
-        return None  # whose forward nobody sees
+        return None  # its forward is not Python's, and cannot be compared
     forward = type(module).forward
     if isinstance(module, nn.Linear) and forward is nn.Linear.forward:
         return Layout(LINEAR, 1, module.in_features, module.out_features)
     if not isinstance(module, ConvolutionModule):
         return None
     groups = module.groups
-    taps = 1
+    elements = 1
     for size in module.kernel_size:
-        taps *= size
+        elements *= size
     inputs, outputs = module.in_channels // groups, module.out_channels // groups
     if any(isinstance(module, kind) and forward is kind.forward for kind in _CONVOLUTIONS):
-        return Layout(CONVOLUTION, groups, inputs * taps, outputs, windows_of(module))
+        return Layout(CONVOLUTION, groups, inputs * elements, outputs, windows_of(module))
     if any(isinstance(module, kind) and forward is kind.forward for kind in _TRANSPOSED):
-        return Layout(TRANSPOSED, groups, inputs, outputs * taps, windows_of(module))
+        return Layout(TRANSPOSED, groups, inputs, outputs * elements, windows_of(module))
     return None

@@ -1,24 +1,22 @@
-"""Catching a layer's vectors while a model trains.
+"""Collecting the statistics of a layer's inputs and outputs while a model trains.
 
-A hook behind each covered layer lets its output pass through an autograd function that returns it as
-it is. The function's backward adds the sums of the layer's input, taken in forward, of its output's
-gradient, and the number of places to a *record*: one flat tensor per layer, kept in the optimizer's
-state of the layer's weight, which ``step()`` reads and sets to zero.
+A forward hook of each covered layer passes its output through an autograd function that returns it as it is. The
+function's backward adds the sums of the layer's input, taken in forward, the number of places, and maybe the sums of
+its output's gradient to a *record*: one flat tensor per layer, kept in the optimizer's state of the layer's weight,
+which ``step()`` reads and sets to zero.
 
-Why so, and not by hooks that keep tensors, or a probe parameter, or the bias' gradient:
+Other designs would be hooks that keep tensors, a probe parameter, or the bias' gradient. The reasons for this one:
 
-- What is added in backward is added as often as the gradient is: once under activation checkpointing
-  (whose forward runs twice), once per micro-batch and per call of a shared layer, never in an
-  evaluation, under ``no_grad()`` or in a forward whose loss is thrown away.
-- It is plain tensor code that writes to a tensor the graph gets as an input, so that
-  ``torch.compile(fullgraph=True)`` takes it, and ``compile()``, which wants what a step reads to be
-  in the optimizer's state.
-- Sums are in float32 whatever autocast does, of few samples where these are wanted (a full batch's
-  output vector is zero in front of a BatchNorm), and neither the model nor the optimizer's groups
-  have parameters in them that nobody asked for.
+- Statistics are added in backward as often as the gradient is: once under activation checkpointing (whose forward runs
+  twice), once per micro-batch and per call of a shared layer, never in an evaluation, under ``no_grad()`` or in a
+  forward whose loss is discarded.
+- It is plain tensor code that writes to a tensor that is an input of the graph. So ``torch.compile(fullgraph=True)``
+  accepts it, and so does ``compile()``, which requires that everything a step reads is in the optimizer's state.
+- Sums are in float32 under autocast too, and may be of a few samples only (a full batch's output vector is zero before
+  a BatchNorm); and neither the model nor the optimizer's groups get parameters that the user did not make.
 
-On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.kernels.gpu_statistics`. What they have
-caught is added to records at the end of backward.
+On a GPU, outside of compilers, kernels do all this: see :mod:`gradweave.optim.kernels.gpu_statistics`. Their sums are
+added to records at the end of backward.
 
 Sums add up over micro-batches and ranks; divided by the number of places they are the means over all.
 """
@@ -42,27 +40,29 @@ from gradweave._compat.eager import (
 from gradweave._runtime.interception import weight_gradients_are_split
 from gradweave.errors import GradweaveError
 from gradweave.optim.kernels.gpu_statistics import GpuStatistics, observe_call
+from gradweave.optim.state import wide_dtype
 from gradweave.optim.statistics.geometry import Layout
 
 
 class _Pass(torch.autograd.Function):
-    """Lets an output pass, and adds to a record in backward."""
+    """Return an output as it is, and add its layer's statistics to a record in backward."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, sums: torch.Tensor, record: torch.Tensor, tap: Tap, share: float,
                 places: tuple[int, ...], mask: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
-        """Not a view of ``y``, which in-place activations could not change."""
+        """Return ``y.detach()``: an output that is a view of ``y`` to autograd could not be changed in place."""
         ctx.save_for_backward(sums)
         ctx.record, ctx.mask = record, mask
         ctx.tap, ctx.share, ctx.places = tap, share, places
-        ctx.is_apart = weight_gradients_are_split()
+        ctx.is_apart = weight_gradients_are_split()  # now: a backward does not run under forward's modes
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Adds up the sums of the input, the places, and the sums of the gradient."""
+        """Add the sums of the input, the number of places, and the sums of the gradient to the record."""
         (sums,) = ctx.saved_tensors
         tap = ctx.tap
+        # While a compiler or a dispatch mode traces a backward, it counts without asking the engine.
         if not is_compiling() and not watchers() and not tap.is_counted(is_apart=ctx.is_apart):
             return gradient, None, None, None, None, None, None
         with torch.no_grad():
@@ -76,14 +76,14 @@ class _Pass(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Catching:
-    """What is caught of layers.
+    """The statistics that are collected.
 
     Attributes:
-        outputs: Whether the outputs' gradients, besides the inputs.
-        input_samples: How many of a batch's first samples inputs are looked at of; None for all.
-        output_samples: The same for outputs' gradients.
-        per_sample: Whether outputs' sums are scaled to what all samples would give.
-        words: Whether a head that has a row for each word of an embedding has vectors.
+        outputs: Whether sums of outputs' gradients are collected, besides those of inputs.
+        input_samples: Number of leading samples used for the input statistics (all if None).
+        output_samples: Number of leading samples used for the output statistics (all if None).
+        per_sample: Whether outputs' sums are scaled up from these samples to the whole batch.
+        words: Whether a head with a row for each word of an embedding is covered.
     """
 
     outputs: bool
@@ -94,17 +94,18 @@ class Catching:
 
 
 class Tap:
-    """The hook of one layer.
+    """The forward hook of one layer.
 
     Args:
-        layout: Of the layer.
+        layout: The layer's layout.
         weight: Its weight.
-        catching: What is caught.
-        masking: Where the padding mask is, for all layers.
-        gpu_statistics: What layers do together.
+        catching: The statistics to collect.
+        masking: The holder of the current padding mask, for all layers of a model.
+        gpu_statistics: The kernels' side, which collects the statistics of many layers at once.
 
     Attributes:
-        by_kernels: Whether kernels may catch what :meth:`passed` would.
+        by_kernels: Whether kernels may collect the statistics instead of :meth:`passed`.
+        record: The tensor that statistics are added to; None to collect none.
     """
 
     by_kernels = True
@@ -124,22 +125,21 @@ class Tap:
         self.last_plan: Any = None
 
     def use(self, record: torch.Tensor | None) -> None:
-        """Has what is caught added to a record; nothing is caught without one."""
+        """Add statistics to a record from now on; None to collect none."""
         self.record, self.last_plan = record, None
 
     def new_record(self, weight: torch.Tensor) -> torch.Tensor:
-        """A record with nothing in it."""
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        return torch.zeros(self.record_size, dtype=dtype, device=weight.device)
+        """Return an empty record."""
+        return torch.zeros(self.record_size, dtype=wide_dtype(weight), device=weight.device)
 
     @property
     def record_size(self) -> int:
-        """How long a record is: inputs, their number, and outputs if these are caught."""
+        """Number of elements of a record: inputs, the number of places, and outputs if they are collected."""
         layout = self.layout
         return layout.groups * (layout.inputs + (layout.outputs if self.with_outputs else 0)) + 1
 
     def count_of(self, record: torch.Tensor) -> torch.Tensor:
-        """Of how many places a record is."""
+        """Return the number of places that a record consists of."""
         return record[self.layout.groups * self.layout.inputs]
 
     @property
@@ -149,11 +149,12 @@ class Tap:
         return self.masking.mask is not None or samples != (None, None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
-        """Behind a layer's forward."""
+        """Run after a layer's forward: return its output with statistics to be collected in backward, or None."""
         if self.record is None or not y.requires_grad:
             return None
         weight = self.weight_of(module)
         compiling = is_compiling()
+        # torch.func differentiates with respect to other tensors than the layer's weight.
         if not weight.requires_grad or (not compiling and function_transform() is not None):
             return None
         if not compiling and self.gpu_statistics.on_forward is not None:
@@ -163,8 +164,8 @@ class Tap:
                 f"a layer's weight has the shape {tuple(weight.shape)}, which was {tuple(self.shape)} when the "
                 "optimizer was made; make a new one after changing a model"
             )
-        if not compiling and weight is not self.weight and weight.is_leaf:  # as under torch.func.functional_call
-            return None
+        if not compiling and weight is not self.weight and weight.is_leaf:
+            return None  # another weight for the time being, as under torch.func.functional_call
         x = args[0] if args else kwargs["input"]
         if isinstance(x, torch.Tensor) and x.is_nested:
             return None
@@ -177,37 +178,40 @@ class Tap:
         return self.passed(y, x)
 
     def is_counted(self, *, is_apart: bool) -> bool:
-        """Whether the backward that is now running is one of those by which the weight gets a gradient.
+        """Return whether the backward that is running gives the weight a gradient.
+
+        It does not in ``backward(inputs=...)`` and ``torch.autograd.grad()`` for other tensors.
 
         Args:
-            is_apart: Whether weight gradients are computed apart from backward, which then does not say.
+            is_apart: Whether weight gradients are computed apart from backward, whose engine then cannot tell: each
+                backward counts.
         """
         return is_apart or gets_gradient(self.weight)
 
     def weight_of(self, module: nn.Module) -> torch.Tensor:
-        """The weight whose gradient the vectors belong to."""
+        """Return the weight whose gradient the vectors belong to."""
         own = module._parameters.get("weight")
         return module.weight if own is None else own  # type: ignore[return-value]
 
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
-        """Sums of an input over places, and how many these are."""
+        """Return the sums of an input over places, and the number of places."""
         return self.layout.input_sums(x.detach(), self.catching.input_samples, self.masking.mask)
 
     def output_count(self, y: torch.Tensor) -> int | None:
-        """How many of a batch's samples the output vector is made of; None for all."""
+        """Return the number of a batch's samples that the output statistics are of; None for all."""
         samples = self.catching.output_samples
         if samples is None:
             return None
         return min(samples, self.layout.batch_size(y))
 
     def share_of(self, y: torch.Tensor) -> float:
-        """What outputs' sums are multiplied by, to be those of all samples."""
+        """Return the factor that scales outputs' sums up to all samples."""
         size = self.layout.batch_size(y)
         looked_at = self.output_count(y) or size
         return size / looked_at if self.catching.per_sample and looked_at else 1.0
 
     def passed(self, y: torch.Tensor, x: Any) -> torch.Tensor:
-        """An output, with this layer's vectors to be caught in its backward."""
+        """Return an output whose backward collects this layer's statistics."""
         with torch.no_grad(), torch.autocast(y.device.type, enabled=False):
             sums, count = self.input_sums(x)
             counted = pad(sums, (0, 1), value=count) if isinstance(count, float) else torch.cat((sums, count.view(1)))
@@ -226,14 +230,14 @@ class Tap:
 
 
 class Inert:
-    """What a copied model has in the place of a tap: it belongs to no optimizer."""
+    """A copied model's replacement of a tap, since the copy belongs to no optimizer."""
 
     def __call__(self, *_: Any) -> None:
-        """Changes nothing."""
+        """Leave the output as it is."""
 
 
 class Masking:
-    """Which rows of linear layers' inputs count, while a model runs."""
+    """The holder of the mask that says which rows of linear layers' inputs count, while a model runs."""
 
     def __init__(self) -> None:
         self.mask: torch.Tensor | None = None
@@ -243,7 +247,7 @@ class Masking:
 
 
 class Masked:
-    """Context in which rows that are padding are left out of linear layers' vectors."""
+    """A context in which rows that are padding are left out of linear layers' vectors; contexts nest."""
 
     def __init__(self, masking: Masking, mask: torch.Tensor) -> None:
         self._masking = masking

@@ -1,10 +1,9 @@
 """Sums over the patches of a convolution, without making patches.
 
-A convolution multiplies its weight with one patch of the image per place of its output. The sum of
-these patches is linear in the image and separable: along each dimension, tap ``i`` of the kernel
-sees the rows ``p * stride + i * dilation - padding`` for all places ``p``. Counting how often each
-row is seen gives a small matrix per dimension, and two or three small products give the sum, with
-stride, dilation and every kind of padding exact.
+A convolution multiplies its weight by one patch of the image per place of its output. The sum of these patches is
+linear in the image and separable: along each dimension, element ``i`` of the kernel sees the rows
+``p * stride + i * dilation - padding`` for all places ``p``. Counting how often it sees each row gives a small matrix
+per dimension, and two or three small products give the sum, exactly for every stride, dilation and kind of padding.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ class Window:
     """One dimension of a convolution.
 
     Attributes:
-        kernel: Number of taps.
-        stride: Between places of the output.
-        dilation: Between taps.
-        before: Padding in front.
-        after: Padding behind.
-        mode: What the padding holds, as ``padding_mode`` of the modules names it.
+        kernel: Number of the kernel's elements.
+        stride: Distance between places of the output.
+        dilation: Distance between the kernel's elements.
+        before: Padding before the image.
+        after: Padding after it.
+        mode: The ``padding_mode`` of torch's modules.
     """
 
     kernel: int
@@ -36,24 +35,24 @@ class Window:
     mode: str = "zeros"
 
     def places(self, size: int) -> int:
-        """How many places the output has for an input of a size."""
+        """Return the size of the output for an input of a size."""
         return (size + self.before + self.after - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
 
     def is_plain(self) -> bool:
-        """Whether every row of the input is seen once, by the only tap."""
+        """Return whether every row of the input is seen once, by the only element of the kernel."""
         return self.kernel == self.stride == 1 and self.before == self.after == 0
 
     def counts(self, size: int, places: int, like: torch.Tensor) -> torch.Tensor:
-        """How often each tap sees each row of the input: a matrix of taps and rows."""
+        """Return how often each element of the kernel sees each row of the input: a matrix of elements by rows."""
         device = like.device
-        taps = torch.arange(self.kernel, device=device) * self.dilation - self.before
-        seen = taps[:, None] + torch.arange(places, device=device) * self.stride
+        offsets = torch.arange(self.kernel, device=device) * self.dilation - self.before
+        seen = offsets[:, None] + torch.arange(places, device=device) * self.stride
         rows = torch.arange(size, device=device)
         return (_inside(seen, size, self.mode)[..., None] == rows).sum(1).to(like.dtype)
 
 
 def _inside(index: torch.Tensor, size: int, mode: str) -> torch.Tensor:
-    """Where padding takes its value from; out of range where it is zero."""
+    """Return the row that padding takes its value from; out of range where the value is zero."""
     if mode == "circular":
         return index.remainder(size)
     if mode == "replicate":
@@ -65,15 +64,12 @@ def _inside(index: torch.Tensor, size: int, mode: str) -> torch.Tensor:
 
 
 def patch_sum(image: torch.Tensor, windows: tuple[Window, ...], places: tuple[int, ...] | None = None) -> torch.Tensor:
-    """The sum of all patches of an image.
+    """Return the sum of all patches of an image: channels, then the elements of each window's kernel.
 
     Args:
         image: Channels, then one dimension per window.
-        windows: How patches are taken.
+        windows: The patches, by dimension.
         places: Number of patches along each dimension, if not as many as fit.
-
-    Returns:
-        Channels, then the taps of each window.
     """
     for index, window in enumerate(windows):
         axis = index + 1
@@ -88,7 +84,7 @@ def patch_sum(image: torch.Tensor, windows: tuple[Window, ...], places: tuple[in
 
 
 def windows_of(module: Any) -> tuple[Window, ...]:
-    """The windows of a convolution module; those of a transposed one are taken over its output."""
+    """Return the windows of a convolution module; those of a transposed one are over its output."""
     kernels, strides, dilations = module.kernel_size, module.stride, module.dilation
     windows = []
     for index, (kernel, stride, dilation) in enumerate(zip(kernels, strides, dilations, strict=True)):
