@@ -1,126 +1,23 @@
-"""What hooks catch, against means over explicit patches, in every way a model is run."""
+"""Statistics are collected as often as gradients are, in every way a model is run."""
 
 import copy
-import pickle
-from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import GradweaveError
 from gradweave.optim import Eva, EvaF
-from gradweave.optim.statistics.coverage import Capture
 from gradweave.optim.statistics.hooks import Catching, Masked
 from optim.models import images, loss_of, make_conv, make_mlp, rows
-
-ALL = Catching(outputs=True)
-
-
-def caught(model, catching=ALL):
-    capture = Capture(model, catching)
-    for layer in capture.layers:
-        layer.tap.record = layer.tap.new_record(layer.weight)
-    return capture
-
-
-def records(capture):
-    return [layer.tap.record.clone() for layer in capture.layers]
-
-
-def parts(layer):
-    """Sums of inputs, number of places, sums of outputs, by group."""
-    layout, record = layer.tap.layout, layer.tap.record
-    size = layout.groups * layout.inputs
-    return record[:size].view(layout.groups, -1), record[size], record[size + 1 :].view(layout.groups, -1)
-
-
-def single(module, x, catching=ALL):
-    """One layer on its own: what was caught, its output and that output's gradient."""
-    capture = caught(nn.Sequential(module), catching)
-    y = module(x)
-    y.retain_grad()
-    (y * torch.arange(y.numel()).view(y.shape).to(y).cos()).sum().backward()
-    capture.remove()
-    return capture.layers[0], y.grad
-
-
-@given(st.integers(1, 3), st.lists(st.integers(1, 3), max_size=3), st.booleans())
-def test_linear_layers_of_any_leading_dimensions(inputs, leading, bias):
-    module = nn.Linear(inputs, 4, bias=bias, dtype=torch.float64)
-    x = torch.randn(*leading, inputs, dtype=torch.float64)
-    layer, g = single(module, x)
-    a, count, b = parts(layer)
-    assert count == x.numel() // inputs
-    assert torch.allclose(a[0], x.reshape(-1, inputs).sum(0))
-    assert torch.allclose(b[0], g.reshape(-1, 4).sum(0))
-    if bias:
-        assert torch.allclose(b[0], module.bias.grad)
-
-
-@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(0, 2), st.sampled_from([1, 2, 4]),
-       st.integers(5, 8))  # fmt: skip
-def test_convolutions_with_groups_against_unfolded_patches(kernel, stride, dilation, padding, groups, size):
-    assume(size + 2 * padding >= dilation * (kernel - 1) + 1)
-    module = nn.Conv2d(4, 8, kernel, stride, padding, dilation, groups).double()
-    x = torch.randn(3, 4, size, size + 1, dtype=torch.float64)
-    layer, g = single(module, x)
-    a, count, b = parts(layer)
-    patches = F.unfold(x, kernel, dilation, padding, stride)
-    assert count == patches.shape[0] * patches.shape[2]
-    assert torch.allclose(a, patches.sum((0, 2)).view(groups, -1))
-    assert torch.allclose(b, g.sum((0, 2, 3)).view(groups, -1))
-
-
-@pytest.mark.parametrize("dimensions", [1, 2, 3])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_transposed_convolutions_are_products_of_inputs_and_patches_of_outputs(dimensions, groups):
-    """With one sample of one place, the gradient is the outer product of both vectors exactly."""
-    kind = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dimensions - 1]
-    module = kind(4, 6, 3, stride=2, padding=1, output_padding=1, dilation=2, groups=groups).double()
-    layer, _ = single(module, torch.randn(1, 4, *[1] * dimensions, dtype=torch.float64))
-    a, count, b = parts(layer)
-    assert count == 1
-    product = (a[:, :, None] * b[:, None]).reshape(module.weight.shape)
-    assert torch.allclose(product, module.weight.grad)
-    assert layer.bias is None
-    x = torch.randn(2, 4, *(3, 4, 2)[:dimensions], dtype=torch.float64)
-    layer, g = single(module, x)
-    a, count, b = parts(layer)
-    assert count == x.numel() // 4
-    assert torch.allclose(a.flatten(), x.sum((0, *range(2, x.dim()))))
-    module.zero_grad()
-    module(torch.ones_like(x)).backward(g)
-    patches = module.weight.grad.view(groups, 4 // groups, -1)
-    assert torch.allclose(b[:, None].expand_as(patches), patches)
-
-
-@pytest.mark.parametrize("dimensions", [1, 3])
-def test_one_and_three_dimensions(dimensions):
-    kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
-    module = kind(2, 3, 3, stride=2, padding=1).double()
-    layer, g = single(module, torch.randn(1, 2, *(2, 1, 2)[:dimensions], dtype=torch.float64))
-    a, count, b = parts(layer)
-    assert count == 1
-    assert torch.allclose((b[0, :, None] * a[0]).view(module.weight.shape), module.weight.grad)
-    assert torch.allclose(b[0], g.flatten(2).sum((0, 2)))
-
-
-def test_images_without_a_batch_dimension():
-    module = nn.Conv2d(4, 8, 3)
-    x = torch.randn(4, 6, 6)
-    one = single(module, x)[0].tap.record
-    assert torch.allclose(one, single(module, x[None])[0].tap.record)
+from optim.statistics.collected import ALL, collect, parts, records, single
 
 
 def test_padding_is_left_out_by_a_mask():
     module = nn.Linear(3, 2)
     x, mask = torch.randn(4, 5, 3), torch.rand(4, 5) > 0.5
-    capture = caught(nn.Sequential(module))
+    capture = collect(nn.Sequential(module))
     with Masked(capture.masking, mask):
         y = module(x)
     y.retain_grad()
@@ -137,7 +34,7 @@ def test_padding_is_left_out_by_a_mask():
 def test_masks_go_into_whole_graphs():
     torch._dynamo.reset()
     module = nn.Linear(3, 2)
-    capture = caught(nn.Sequential(module))
+    capture = collect(nn.Sequential(module))
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def loss(x, mask):
@@ -167,7 +64,7 @@ def test_output_vectors_in_front_of_a_batch_norm_are_not_zero_if_they_are_of_som
     def size(catching):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-        capture = caught(model, catching)
+        capture = collect(model, catching)
         model(torch.randn(32, 3, 6, 6)).square().sum().backward()
         return parts(capture.layers[0])[2].norm()
 
@@ -181,10 +78,10 @@ def test_output_vectors_in_front_of_a_batch_norm_are_not_zero_if_they_are_of_som
 )
 def test_whole_graphs(backend, make, batches):
     torch._dynamo.reset()
-    capture = caught(model := make())
+    capture = collect(model := make())
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     plain = make()
-    expected = caught(plain)
+    expected = collect(plain)
     for x in batches:
         loss_of(plain, x).backward()
         loss_of(compiled, x).backward()
@@ -197,7 +94,7 @@ def test_whole_graphs(backend, make, batches):
 def test_activation_checkpointing_counts_once(reentrant):
     x = images(1)[0]
     plain, model = make_conv(), make_conv()
-    expected, capture = caught(plain), caught(model)
+    expected, capture = collect(plain), collect(model)
     loss_of(plain, x).backward()
     ran = checkpoint(model, x.clone().requires_grad_(), use_reentrant=reentrant)
     (ran - 1).square().mean().backward()
@@ -207,7 +104,7 @@ def test_activation_checkpointing_counts_once(reentrant):
 
 def test_what_is_not_differentiated_is_not_caught():
     model = make_mlp()
-    capture = caught(model)
+    capture = collect(model)
     x = rows(1)[0]
     with torch.no_grad():
         model(x)
@@ -220,7 +117,7 @@ def test_what_is_not_differentiated_is_not_caught():
 
 def test_micro_batches_and_shared_layers_add_up():
     model = make_mlp()
-    capture = caught(model)
+    capture = collect(model)
     x = rows(1)[0]
     loss_of(model, x).backward()
     whole = records(capture)
@@ -231,7 +128,7 @@ def test_micro_batches_and_shared_layers_add_up():
     for one, other in zip(whole, records(capture), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
     layer = nn.Linear(3, 3)
-    capture = caught(nn.Sequential(layer))
+    capture = collect(nn.Sequential(layer))
     y = torch.randn(5, 3)
     layer(layer(y)).sum().backward()
     assert torch.allclose(parts(capture.layers[0])[0][0], y.sum(0) + layer(y).sum(0), atol=1e-5)
@@ -241,7 +138,7 @@ def test_micro_batches_and_shared_layers_add_up():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_keeps_vectors_in_float32(dtype):
     plain, model = make_mlp(), make_mlp()
-    expected, capture = caught(plain), caught(model)
+    expected, capture = collect(plain), collect(model)
     x = rows(1)[0]
     loss_of(plain, x).backward()
     with torch.autocast("cpu", dtype):
@@ -251,25 +148,14 @@ def test_autocast_keeps_vectors_in_float32(dtype):
         assert other.dtype == torch.float32
         assert torch.allclose(one, other, rtol=0.1, atol=0.05)
     (tiny := nn.Linear(1, 1, bias=False)).to(dtype)
-    capture = caught(nn.Sequential(tiny))
+    capture = collect(nn.Sequential(tiny))
     tiny(torch.ones(100, 1, dtype=dtype)).sum().mul(1e-7 if dtype == torch.float16 else 1e-30).backward()
     assert parts(capture.layers[0])[2] > 0
 
 
-def test_copies_of_a_model_have_no_part_in_it():
-    model = make_mlp()
-    capture = caught(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        loss_of(other, rows(1)[0]).backward()
-    assert all(record.count_nonzero() == 0 for record in records(capture))
-    capture.remove()
-    loss_of(model, rows(1)[0]).backward()
-    assert all(record.count_nonzero() == 0 for record in records(capture))
-
-
 def test_function_transforms_are_left_alone():
     model = make_mlp()
-    capture = caught(model)
+    capture = collect(model)
     params = dict(model.named_parameters())
 
     def loss(params, x):
@@ -282,7 +168,7 @@ def test_function_transforms_are_left_alone():
 
 def test_double_backward_goes_through():
     model = make_mlp()
-    caught(model)
+    collect(model)
     x = rows(1)[0].requires_grad_()
     (gradient,) = torch.autograd.grad(loss_of(model, x), x, create_graph=True)
     gradient.square().sum().backward()
@@ -293,37 +179,12 @@ def test_double_backward_goes_through():
     assert torch.equal(plain[0].weight.grad, model[0].weight.grad)
 
 
-def test_what_is_not_covered():
-    class Odd(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    embedding, head = nn.Embedding(4, 3), nn.Linear(3, 4)
-    head.weight = embedding.weight
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    model = nn.ModuleList(
-        [nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), Odd(2, 2), embedding, head, frozen, nn.LayerNorm(2),
-         nn.Linear(2, 3)]
-    )  # fmt: skip
-    assert [layer.name for layer in Capture(model, ALL).layers] == ["6"]
-
-
 def test_a_changed_layer_is_named():
     model = make_mlp()
-    caught(model)
+    collect(model)
     model[0].weight = nn.Parameter(torch.zeros(8, 7))
     with pytest.raises(GradweaveError, match=r"\(8, 7\), which was \(8, 6\)"):
         model[0](torch.randn(2, 7))
-
-
-@pytest.mark.parametrize(("arguments", "has"), [({}, False), ({"faithful": True}, True), ({"reference": True}, True)])
-def test_a_head_over_the_words_of_an_embedding_has_none(arguments, has):
-    """But other layers of its shape have, and the authors' rules cover it."""
-    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 7))
-    optimizer = EvaF(model, **arguments)
-    covered = {id(p) for group in optimizer.param_groups if group["rule"] == "vectors" for p in group["params"]}
-    assert id(model[1].weight) in covered
-    assert (id(model[4].weight) in covered) is has
 
 
 @pytest.mark.parametrize("cls", [Eva, EvaF])
@@ -387,51 +248,12 @@ def test_masks_inside_of_each_other_and_rows_that_hold_anything():
     assert record.tolist() == pytest.approx([*(x[0, 1:].sum(0) + 2 * x[1].sum(0)).tolist(), 8.0])
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_an_attention_without_any_keys(padded):
-    """Nothing is divided by none: keys and values give zeros, and queries count unless they are padding too."""
-    module = nn.MultiheadAttention(4, 2, batch_first=True)
-    optimizer = EvaF(module)
-    q, k = torch.randn(1, 3, 4), torch.randn(1, 3 if padded else 0, 4)
-    mask = torch.zeros(1, 3, dtype=torch.bool)
-    with optimizer.padding_mask(mask) if padded else nullcontext():
-        module(q, k, k.clone())[0].sum().backward()
-    seen = [0.0] * 4 + [0.0] if padded else [*q.sum((0, 1)).tolist(), 3.0]
-    record = optimizer.state[module.in_proj_weight]["record"].tolist()
-    assert record[:4] + record[-1:] == pytest.approx(seen)
-    assert record[4:-1] == [0.0] * 8
-
-
-def test_an_attention_whose_mask_has_weights():
-    module = nn.MultiheadAttention(4, 2, batch_first=True)
-    optimizer = EvaF(module)
-    q, k = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
-    context = optimizer.padding_mask(torch.full((1, 3), 0.1))
-    with context, context:
-        module(q, k, k)[0].sum().backward()
-    assert optimizer._capture.masking.mask is None
-    record = optimizer.state[module.in_proj_weight]["record"]
-    assert torch.allclose(record[4:8] / record[-1], k.mean((0, 1)), atol=1e-5)
-
-
 def test_nested_tensors_are_left_alone():
     model = nn.Linear(4, 3)
     optimizer = EvaF(model)
     x = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged)
     model(x).values().sum().backward()
     assert optimizer.state[model.weight]["record"].count_nonzero() == 0
-
-
-def test_hooks_go_with_their_optimizer():
-    model = nn.Sequential(nn.Linear(4, 3))
-    for _ in range(3):
-        optimizer = EvaF(model)
-    assert len(model[0]._forward_hooks) == 1
-    with pytest.raises(ArgumentError, match="lr="):
-        EvaF(model, lr=-1)
-    assert len(model[0]._forward_hooks) == 1
-    optimizer.detach()
-    assert not model[0]._forward_hooks
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["behind the optimizer's hook", "in front of it"])

@@ -1,9 +1,10 @@
-"""The output projection of nn.MultiheadAttention, against means of what it is applied to, in every way it is run."""
+"""Both projections of nn.MultiheadAttention, against means of what they are applied to, in every way it is run."""
 
 import copy
 import logging
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from gradweave._logging import _log_once
 from gradweave._runtime import buckets
 from gradweave.errors import GradweaveError
 from gradweave.optim import Eva, EvaF
-from gradweave.optim.statistics import attention_output
+from gradweave.optim.statistics import attention
 from gradweave.reordering import interception
+from optim.models import train as train_on
 from optim.models import weights
 
 WIDTH, HEADS, BATCH, LENGTH = 6, 2, 3, 4
@@ -591,7 +593,7 @@ def test_torch_compile(cls, backend, whole):
 def test_a_forward_that_is_compiled_without_its_hooks(traced, monkeypatch):
     torch._dynamo.reset()
     if not traced:
-        monkeypatch.setattr(attention_output, "traces_entered_modes", lambda: False)
+        monkeypatch.setattr(attention, "traces_entered_modes", lambda: False)
     module = make()
     optimizer = EvaF(module)
     module.forward = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
@@ -624,7 +626,7 @@ def test_a_compiler_that_cannot_trace_it_sees_nothing_of_it(monkeypatch, caplog)
     caplog.set_level(logging.INFO, logger="gradweave")
     _log_once.cache_clear()
     torch._dynamo.reset()
-    monkeypatch.setattr(attention_output, "traces_entered_modes", lambda: False)
+    monkeypatch.setattr(attention, "traces_entered_modes", lambda: False)
     model = Net()
     optimizer = EvaF(model)
     assert sum("in compiled models" in message for message in caplog.messages) == 1
@@ -658,3 +660,86 @@ def test_steps_resume_from_a_state_dict():
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert torch.equal(train(model, optimizer), train(other, resumed))
+
+
+def make_narrow(bias=True, **options):
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(6, 2, bias=bias, batch_first=True, **options)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.parametrize("cross", [True, False])
+def test_input_vectors_are_means_of_queries_keys_and_values(by_name, cross):
+    module = make_narrow()
+    optimizer = EvaF(module, lr=0.0)
+    query = torch.randn(3, 4, 6)
+    key = torch.randn(3, 7, 6) if cross else query
+    value = torch.randn(3, 7, 6) if cross else query
+    called = module(query=query, key=key, value=value) if by_name else module(query, key, value)
+    called[0].sum().backward()
+    optimizer.step()
+    vectors = optimizer.state[module.in_proj_weight]["input_vector"]
+    expected = torch.stack([x.mean((0, 1)) for x in (query, key, value)])
+    assert torch.allclose(vectors, expected, atol=1e-6)
+    (covered,) = optimizer.param_groups
+    assert sorted(p.shape for p in covered["params"]) == [(6,), (6, 6), (18,), (18, 6)]
+
+
+def test_what_stays_with_the_first_order_rule():
+    for options, covered in (({"kdim": 5, "vdim": 5}, 2), ({"bias": False}, 2), ({}, 4)):
+        attention = make_narrow(**options)
+        module = nn.Sequential(nn.Linear(6, 6), attention)
+        optimizer = Eva(module)
+        rest = len(list(attention.parameters())) - covered
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2 + covered, *([rest] if rest else [])]
+        assert any(p is attention.out_proj.weight for p in optimizer.param_groups[0]["params"])
+    module = nn.Sequential(nn.Linear(6, 6), make_narrow())
+    optimizer = Eva(module, reference=True)
+    assert len(optimizer.param_groups[0]["params"]) == 2
+
+
+def mean_loss(model, x):
+    return (model(x) - 1).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
+@pytest.mark.parametrize("cls", [Eva, EvaF])
+def test_encoder_layers_train_and_compile_as_one_graph(cls):
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+        optimizer = cls(model, lr=0.01)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        losses = train_on(run, optimizer, [torch.ones(3, 4, 6).cumsum(1).cos()] * 8, loss=mean_loss)
+        results.append(weights(model))
+    assert losses[-1] < losses[0]
+    assert torch.allclose(results[0], results[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_an_attention_without_any_keys(padded):
+    """Nothing is divided by none: keys and values give zeros, and queries count unless they are padding too."""
+    module = nn.MultiheadAttention(4, 2, batch_first=True)
+    optimizer = EvaF(module)
+    q, k = torch.randn(1, 3, 4), torch.randn(1, 3 if padded else 0, 4)
+    mask = torch.zeros(1, 3, dtype=torch.bool)
+    with optimizer.padding_mask(mask) if padded else nullcontext():
+        module(q, k, k.clone())[0].sum().backward()
+    seen = [0.0] * 4 + [0.0] if padded else [*q.sum((0, 1)).tolist(), 3.0]
+    record = optimizer.state[module.in_proj_weight]["record"].tolist()
+    assert record[:4] + record[-1:] == pytest.approx(seen)
+    assert record[4:-1] == [0.0] * 8
+
+
+def test_an_attention_whose_mask_has_weights():
+    module = nn.MultiheadAttention(4, 2, batch_first=True)
+    optimizer = EvaF(module)
+    q, k = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    context = optimizer.padding_mask(torch.full((1, 3), 0.1))
+    with context, context:
+        module(q, k, k)[0].sum().backward()
+    assert optimizer._capture.masking.mask is None
+    record = optimizer.state[module.in_proj_weight]["record"]
+    assert torch.allclose(record[4:8] / record[-1], k.mean((0, 1)), atol=1e-5)

@@ -1,12 +1,15 @@
-"""Momentum in front of the direction: against a slow step, in low precision, and where gradients end."""
+"""Steps against a slow one, one tensor at a time and many at once, in low precision, and committed in parts."""
 
 import pytest
 import torch
 from torch import nn
 
-from gradweave.optim import Eva, EvaF
+from gradweave.optim import Eva, EvaF, EvaS
+from optim.models import images, make_conv, train, weights
 
 BOTH = pytest.mark.parametrize("cls", [Eva, EvaF])
+
+
 FORMS = pytest.mark.parametrize("foreach", [True, False])
 
 
@@ -131,3 +134,48 @@ def test_half_precision_under_a_scaler_that_finds_its_scale(foreach):
     assert torch.equal(
         other.state[model[0].weight]["momentum_buffer"], optimizer.state[model[0].weight]["momentum_buffer"]
     )
+
+
+FAMILY = [Eva, EvaF, EvaS]
+
+
+every = pytest.mark.parametrize("cls", FAMILY)
+
+
+@every
+def test_many_tensors_at_once_give_the_same(cls):
+    results = []
+    for foreach in (True, False):
+        model = make_conv().double()
+        train(model, cls(model, foreach=foreach, weight_decay=0.1), [x.double() for x in images(3)])
+        results.append(weights(model))
+    assert torch.allclose(results[0], results[1], atol=1e-6)
+
+
+@every
+def test_a_commit_that_fails_is_not_repeated(cls, monkeypatch):
+    """What was updated before the failure stays as it is, and the rest can still be committed."""
+    ends = []
+    for fails in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.LayerNorm(5))
+        optimizer = cls(model, lr=0.1)
+        model(torch.randn(6, 4)).square().sum().backward()
+        commit = optimizer.prepare_step()
+        weight, (scale, shift) = model[0].weight, model[1].parameters()
+        with torch.no_grad():
+            if fails:
+                with monkeypatch.context() as patch:
+                    patch.setattr("gradweave.optim.first_order.update", fail)
+                    with pytest.raises(RuntimeError, match="failed"):
+                        commit([weight, scale])
+                moved = weight.detach().clone()
+            commit([weight, scale, shift])
+            commit([weight, scale, shift])
+        assert not fails or torch.equal(weight, moved)
+        ends.append(weights(model))
+    assert torch.equal(*ends)
+
+
+def fail(*_):
+    raise RuntimeError("failed")

@@ -1,16 +1,70 @@
-"""A model whose hooks do not run is found out in the first step, before anything has changed."""
+"""Layers that have vectors and layers that do not; a model whose hooks do not run is found out in the first step."""
 
+import copy
 import gc
 import logging
+import pickle
 from weakref import ref
 
 import pytest
 import torch
+from torch import nn
 
 from gradweave._logging import _log_once
-from gradweave.errors import GradweaveError
+from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.optim import Eva, EvaF
+from gradweave.optim.statistics.coverage import Capture
 from optim.models import loss_of, make_mlp, rows, train, weights
+from optim.statistics.collected import ALL, collect, records
+
+
+def test_copies_of_a_model_have_no_part_in_it():
+    model = make_mlp()
+    capture = collect(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        loss_of(other, rows(1)[0]).backward()
+    assert all(record.count_nonzero() == 0 for record in records(capture))
+    capture.remove()
+    loss_of(model, rows(1)[0]).backward()
+    assert all(record.count_nonzero() == 0 for record in records(capture))
+
+
+def test_what_is_not_covered():
+    class Odd(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    embedding, head = nn.Embedding(4, 3), nn.Linear(3, 4)
+    head.weight = embedding.weight
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    model = nn.ModuleList(
+        [nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), Odd(2, 2), embedding, head, frozen, nn.LayerNorm(2),
+         nn.Linear(2, 3)]
+    )  # fmt: skip
+    assert [layer.name for layer in Capture(model, ALL).layers] == ["6"]
+
+
+@pytest.mark.parametrize(("arguments", "has"), [({}, False), ({"faithful": True}, True), ({"reference": True}, True)])
+def test_a_head_over_the_words_of_an_embedding_has_none(arguments, has):
+    """But other layers of its shape have, and the authors' rules cover it."""
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(3, 7))
+    optimizer = EvaF(model, **arguments)
+    covered = {id(p) for group in optimizer.param_groups if group["rule"] == "vectors" for p in group["params"]}
+    assert id(model[1].weight) in covered
+    assert (id(model[4].weight) in covered) is has
+
+
+def test_hooks_go_with_their_optimizer():
+    model = nn.Sequential(nn.Linear(4, 3))
+    for _ in range(3):
+        optimizer = EvaF(model)
+    assert len(model[0]._forward_hooks) == 1
+    with pytest.raises(ArgumentError, match="lr="):
+        EvaF(model, lr=-1)
+    assert len(model[0]._forward_hooks) == 1
+    optimizer.detach()
+    assert not model[0]._forward_hooks
+
 
 compiling = pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 
