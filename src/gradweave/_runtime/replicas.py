@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,7 @@ from torch.optim import Optimizer
 from gradweave._compat.distributed import active_ddp, ddp_parameters, is_distributed_tensor, is_managed_by_fsdp
 from gradweave._compat.eager import inside_of_compiled, no_torch_function
 from gradweave._runtime.module_hook import ModuleHook
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import GradweaveError
 
 LONGEST_PAUSE = 512
 """Comparisons are made at rounds 0, 1, 2, 4, 8 and so on, and from here on at each multiple: each reads all weights."""
@@ -282,39 +280,6 @@ def _written(value: Any) -> str | None:
         parts = [_written(part) for part in value]
         return None if None in parts else str(parts)
     return str(value) if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) else None
-
-
-def agree(describe: Callable[[], Mapping[str, str]], group: dist.ProcessGroup | None) -> str:
-    """Raises on all ranks what one of them has to say against it, or if they do not all describe the same.
-
-    Returns a name that is the same on all ranks, and no other's.
-
-    Args:
-        describe: Checks what this rank has, and says by name what must be the same on all.
-        group: Whose ranks; None for all of them.
-    """
-    facts, refusal = {}, None
-    try:
-        facts = dict(describe())
-    except Exception as error:
-        refusal = error
-    said = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest() if refusal is None else f"{refusal}"
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (refusal is not None, said, uuid4().hex), group=group)
-    if refusal is not None:
-        raise refusal
-    ranks = dist.get_process_group_ranks(group)
-    for rank, (refused, text, _) in zip(ranks, everyone, strict=True):
-        if refused:
-            raise ReplicaError(f"rank {rank} refuses: {text}")
-    name: str = everyone[0][2]
-    if any(text != said for _, text, _ in everyone):
-        dist.all_gather_object(everyone, facts, group=group)
-        for rank, theirs in zip(ranks, everyone, strict=True):
-            for what in _apart([everyone[0], theirs]):
-                here, there = everyone[0].get(what, "missing"), theirs.get(what, "missing")
-                raise ArgumentError(what, here, f"and {there!r} on rank {rank}; construct the same on all ranks")
-    return name
 
 
 def _apart(told: list[dict[str, Any]]) -> Iterator[str]:

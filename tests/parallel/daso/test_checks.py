@@ -19,7 +19,7 @@ def test_what_is_refused_names_argument_and_remedy(two_by_two):
         assert "LBFGS" in said["lbfgs"]
         assert "('node', 'local')" in said["mesh"]
         assert "has a DASO already" in said["twice"]
-        assert "on rank 1 than on rank 0" in said["shapes"]
+        assert "on rank 1 and of shape" in said["shapes"]
         assert "sparse=False" in said["sparse"]
 
 

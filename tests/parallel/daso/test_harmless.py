@@ -30,13 +30,13 @@ def test_options_that_differ_between_ranks_are_refused_by_all(two_by_two):
     ):
         assert len({each[name][0] for each in ranks}) == 1
         assert name in ranks[0][name][0]
-        assert "give all ranks the same" in ranks[0][name][0]
+        assert "give DASO the same on all ranks" in ranks[0][name][0]
     assert "lr of group 0" in ranks[0]["lr"][0]
     assert "is 0.2 on rank 3 and 0.1 on rank 0" in ranks[2]["lr"][0]
     assert "AdamW on rank 3" in ranks[1]["optimizer"][0]
-    assert "rank=3: has refused, and so all do: LBFGS" in ranks[0]["LBFGS"][0]
+    assert "DASO: rank 3 refuses, and so do all: LBFGS" in ranks[0]["LBFGS"][0]
     assert "takes several backwards" in ranks[3]["LBFGS"][0]
-    assert "rank=2" in ranks[0]["timeout=-1"][0]
+    assert "rank 2 refuses" in ranks[0]["timeout=-1"][0]
     assert "positive" in ranks[1]["timeout=-1"][0]
 
 

@@ -95,7 +95,7 @@ def test_a_byte_budget_is_kept(two):
 
 def test_models_that_differ_are_refused(two):
     answers = two.run("differs")
-    assert all("construct the same on all ranks" in answer for answer in answers.values())
+    assert all("give DataParallel the same on all ranks" in answer for answer in answers.values())
 
 
 def test_where_it_does_not_pay_steps_stay_in_stock_order(two):

@@ -36,12 +36,12 @@ def test_an_attach_that_fails_at_any_step_leaves_nothing_behind(ranks, own_group
 @pytest.mark.parametrize(
     ("what", "on_first", "on_second"),
     [
-        ("learning rate", "lr of group 0='0.1': and '0.2", "lr of group 0='0.1': and '0.2"),
+        ("learning rate", "lr of group 0: is 0.2", "on rank 1 and 0.1 on rank 0; give DataParallel"),
         ("class", "torch.optim.sgd.SGD", "torch.optim.adamw.AdamW"),
-        ("groups", "the number of parameters in group 0='10': and '9' on rank 1", "and '9' on rank 1"),
-        ("frozen", "frozen' on rank 1; construct the same", "frozen' on rank 1; construct the same"),
-        ("one refuses", "rank 1 refuses: LBFGS", "LBFGS: it cannot be updated in parts"),
-        ("an option that one refuses", "rank 1 refuses: policy='fast'", "policy='fast': use one of"),
+        ("groups", "the number of parameters in group 0: is 9 on rank 1 and 10 on rank 0", "is 9 on rank 1"),
+        ("frozen", "frozen on rank 1 and of shape", "frozen on rank 1 and of shape"),
+        ("one refuses", "rank 1 refuses, and so do all: LBFGS", "LBFGS: it cannot be updated in parts"),
+        ("an option that one refuses", "rank 1 refuses, and so do all: policy='fast'", "policy='fast': use one of"),
     ],
 )
 def test_what_differs_between_ranks_is_refused_on_all(ranks, what, on_first, on_second):

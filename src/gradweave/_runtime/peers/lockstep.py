@@ -15,31 +15,33 @@ from gradweave._runtime.replicas import ReplicaError
 class Changes:
     """Counts changes of this rank, and waits until all others have made them too.
 
-    By the store, not by a message of a group: ranks that have not changed are about to send other ones there, and
-    where two meet that differ in size, Gloo ends the process.
+    Ranks agree through the store, not by a message of a group: ranks that have not changed are about to send other
+    messages there, and where two of different sizes meet, Gloo ends the process.
 
     Args:
-        name: Of these changes in the store, the same on all ranks, and used for nothing else.
-        of: Whose changes, for messages.
+        name: Prefix of the keys in the store, the same on all ranks, and used for nothing else.
+        technique: What changes, as its user calls it.
         timeout: Seconds to wait for the others; None for the store's own.
     """
 
-    def __init__(self, name: str, *, of: str, timeout: float | None) -> None:
+    def __init__(self, name: str, *, technique: str, timeout: float | None) -> None:
         self._name = name
-        self._of = of
+        self._technique = technique
         self._timeout = timeout
         self._count = 0
         self._store: Any = None
 
     def agree(self, what: str, now: str, ranks: Sequence[int]) -> None:
-        """Waits for the others; raises if one does not come in time, or comes with something else.
+        """Wait for the others; raise ReplicaError if one does not come in time, or comes with something else.
 
         Args:
-            what: Has changed, for messages.
-            now: What it is.
-            ranks: Those that must make the change, this one among them.
+            what: Subject and verb of the change, for messages.
+            now: The state after the change, as text; the same on all ranks.
+            ranks: Global ranks that must make the change, this one among them.
         """
         if self._store is None:
+            # Only now, with a connection of its own: most trainings never change, and on a connection that is shared a
+            # wait would hold up every other user of the store.
             self._store = part_of_default_store(self._name)
         key, self._count = f"{self._count}", self._count + 1
         self._store.set(f"{key}/{dist.get_rank()}", now)
@@ -62,6 +64,6 @@ class Changes:
     def _apart(self, what: str, others: Sequence[int]) -> ReplicaError:
         where = f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
         return ReplicaError(
-            f"{self._of}: {what} on rank {dist.get_rank()}, and not so on {where}; do the same at the same step on all "
-            "ranks, and start again from a checkpoint"
+            f"{self._technique}: {what} on rank {dist.get_rank()}, and not so on {where}; do the same at the same step "
+            "on all ranks, and start again from a checkpoint"
         )

@@ -24,7 +24,9 @@ from gradweave._logging import announce
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.backward import BackwardWatch
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
+from gradweave._runtime.peers.groups import common_name
 from gradweave._runtime.peers.lockstep import Changes
+from gradweave._runtime.peers.same_on_ranks import same_on_ranks
 from gradweave._runtime.peers.shutdown import GroupShutdown
 from gradweave._runtime.replicas import Averager, Lookout
 from gradweave._runtime.wrapped_optimizers import without_wrapper
@@ -34,6 +36,7 @@ from gradweave.parallel.daso.averaging import Averaging
 from gradweave.parallel.daso.cadence import PaperRhythm, Rhythm
 from gradweave.parallel.daso.checks import check, check_averager, everything_trained, is_wrapped
 from gradweave.parallel.daso.consensus import Agreement, Connections
+from gradweave.parallel.daso.declaration import covers_all, declaration, replicas_of_node
 from gradweave.parallel.daso.exchange import Exchange, Setup
 from gradweave.parallel.daso.flat_buffers import Layout
 from gradweave.parallel.daso.lending import lend
@@ -43,7 +46,6 @@ from gradweave.parallel.daso.merge_rules import DeltaRule, PaperRule
 from gradweave.parallel.daso.node_group import Call, Mates
 from gradweave.parallel.daso.options import Options
 from gradweave.parallel.daso.rescue import leaving_a_checkpoint
-from gradweave.parallel.daso.same_on_ranks import alike, covers_all, declaration, replicas_of_node
 from gradweave.parallel.daso.topology import Groups, Topology
 from gradweave.parallel.daso.transfer import chunks
 from gradweave.schedule import Timeline, save_timelines
@@ -103,7 +105,7 @@ class DASO(AccumulatingAttachment):
     ) -> None:
         optimizer = without_wrapper(optimizer)
         self._averages = average_gradients and not is_wrapped(model)
-        with alike(None, alone=not covers_all(mesh)) as own:
+        with same_on_ranks(None, technique="DASO", alone=not covers_all(mesh)) as facts:
             self._options = Options(
                 mode=mode, every=every, wait=wait, pace=pace, warm_up=warm_up, cool_down=cool_down, total=total,
                 payload=payload, on_failure=on_failure, timeout=timeout, checkpoint_dir=Path(checkpoint_dir),
@@ -111,7 +113,7 @@ class DASO(AccumulatingAttachment):
             )  # fmt: skip
             self._topology = Topology.of(mesh)
             check(model, optimizer, self._topology, averages=self._averages)
-            own["mesh"] = str(self._topology.ranks)
+            facts["mesh"] = str(self._topology.ranks)
         self._model = model
         self._optimizer = optimizer
         self._detached = False
@@ -123,7 +125,7 @@ class DASO(AccumulatingAttachment):
         self._device = next((p.device for p in self._params()), torch.device("cpu"))
         self._scale = LossScale(scaler, self._device)
         with ExitStack() as undo:
-            self._attach(undo)
+            self._attach(undo, mesh)
             # Last, since it is what cannot be undone.
             self.share_from_first_rank()
             self._undo = undo.pop_all()
@@ -133,26 +135,27 @@ class DASO(AccumulatingAttachment):
             message = f"DASO: one node: there is nothing to exchange, and {what}; for nodes of your own give a mesh"
             announce(message, level=logging.WARNING)
 
-    def _attach(self, undo: ExitStack) -> None:
+    def _attach(self, undo: ExitStack, mesh: DeviceMesh | None) -> None:
         """Makes and hooks all there is.
 
         Args:
             undo: Told of each part how it is taken off again, now if a later one fails, or by :meth:`detach`.
+            mesh: The user's.
         """
         model, optimizer, topology = self._model, self._optimizer, self._topology
         self._groups = groups = Groups(
-            topology, self._device, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
+            topology, self._device, mesh, timeout=self._options.group_timeout, node_timeout=self._options.node_timeout
         )
         # Where neither finish() nor detach() is called: before the interpreter goes down.
         shutdown = GroupShutdown(groups)
         undo.callback(weakref.finalize(self, shutdown.end))
-        with alike(groups.everyone, alone=groups.everyone is None) as own:
+        with same_on_ranks(groups.everyone, technique="DASO", alone=groups.everyone is None) as facts:
             self._lends = lend(optimizer, groups.mates, undo)
-            own |= declaration(
+            facts |= declaration(
                 self._options,
+                model,
                 optimizer,
                 self._params(),
-                self._buffers(),
                 averages=self._averages,
                 scales=self._scale.used,
             )
@@ -205,17 +208,19 @@ class DASO(AccumulatingAttachment):
         return exchange
 
     def _stores(self) -> Connections:
-        """Connections to a part of the common store that no other DASO uses."""
+        """Connections to a part of the common store that no other DASO uses.
+
+        Each is a clone of the store: on one connection, a thread that waits for a verdict would hold up the others.
+        """
         if self._groups.everyone is None:
             return Connections(default_store, ready=0)
-        box = [default_store().add("gradweave-daso", 1) if self._is_first else 0]
-        dist.broadcast_object_list(box, self._topology.ranks[0][0], group=self._groups.everyone)
-        self._changes = Changes(f"gradweave-daso-{box[0]}/changes", of="DASO", timeout=self._options.timeout)
+        name = common_name("gradweave-daso", self._groups.everyone)
+        self._changes = Changes(f"{name}/changes", technique="DASO", timeout=self._options.timeout)
         if self._groups.across is None:
             return Connections(default_store, ready=0)
         # With one rank per node and the published rules, that one carries two exchanges at a time.
         both = self._options.mode == "paper" and self._topology.places == 1
-        return Connections(lambda: part_of_default_store(f"gradweave-daso-{box[0]}"), ready=2 if both else 1)
+        return Connections(lambda: part_of_default_store(name), ready=2 if both else 1)
 
     @property
     def _is_first(self) -> bool:

@@ -1,10 +1,9 @@
-"""Which ranks share a node, and the groups they talk in."""
+"""The ranks that share a node, and the groups they talk in."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradweave._runtime.peers.groups import check_group_counts, end_group, new_group
 from gradweave.errors import ArgumentError
 
 DIMENSIONS = ("node", "local")
@@ -20,7 +20,7 @@ DIMENSIONS = ("node", "local")
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes of equally many ranks, and where this process is.
+    """Nodes of equally many ranks, and the place of this process among them.
 
     Attributes:
         ranks: Global ranks of each node, by their place in it.
@@ -34,7 +34,7 @@ class Topology:
 
     @staticmethod
     def of(mesh: DeviceMesh | None) -> Topology:
-        """From a mesh of nodes and places, or from what the launcher says."""
+        """Return the topology of a mesh, or without one of the job, as the launcher says."""
         if mesh is None:
             return Topology._of_launcher()
         if mesh.mesh_dim_names != DIMENSIONS:
@@ -63,12 +63,12 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """Number of nodes."""
         return len(self.ranks)
 
     @property
     def places(self) -> int:
-        """How many ranks each node has."""
+        """Number of ranks in each node."""
         return len(self.ranks[0])
 
     @property
@@ -77,34 +77,48 @@ class Topology:
         return self.ranks[self.node][self.place]
 
     def mate(self, place: int) -> int:
-        """Global rank of another place in this node."""
+        """Return the global rank of a place in this node."""
         return self.ranks[self.node][place]
 
 
 class Groups:
     """Process groups of one rank, each with a timeout of its own.
 
+    Args:
+        topology: The ranks.
+        device: Where tensors are that travel.
+        mesh: The user's, whose own groups connect ranks that are not all of the job.
+        timeout: Between nodes.
+        node_timeout: Inside a node, and for all ranks.
+
     Attributes:
-        everyone: All ranks; for the start and for loading, while nobody is lost.
+        everyone: All ranks; for the start and for loading, before any rank can be lost.
         mates: The ranks of this node, for tensors.
         control: The same ranks, for small messages that live on the host.
         across: The ranks with the same place in every node that is alive.
     """
 
     def __init__(
-        self, topology: Topology, device: torch.device, *, timeout: timedelta, node_timeout: timedelta
+        self,
+        topology: Topology,
+        device: torch.device,
+        mesh: DeviceMesh | None = None,
+        *,
+        timeout: timedelta,
+        node_timeout: timedelta,
     ) -> None:
         self._topology = topology
         self._timeout = timeout
         self._backend = "gloo" if device.type == "cpu" else None
         everyone = tuple(rank for members in topology.ranks for rank in members)
-        self._world = len(everyone) > 1 and len(everyone) == dist.get_world_size()
-        """Whether all ranks there are make these groups: torch counts them, so that no name comes twice."""
-        self._counted: list[ProcessGroup] = []
+        self._made_by_all = len(everyone) > 1 and len(everyone) == dist.get_world_size()
+        self._made: list[ProcessGroup] = []
         self.everyone: ProcessGroup | None = None
         self.mates: ProcessGroup | None = None
         self.control: ProcessGroup | None = None
         self.across: ProcessGroup | None = None
+        if mesh is not None and len(everyone) > 1 and not self._made_by_all:
+            check_group_counts([mesh.get_group(dimension) for dimension in DIMENSIONS], technique="DASO")
         try:
             if len(everyone) > 1:
                 self.everyone = self._new([everyone], node_timeout)
@@ -120,38 +134,26 @@ class Groups:
             raise
 
     def regroup(self, nodes: Sequence[int]) -> None:
-        """Makes the group between nodes anew, of those that are alive; only these take part."""
+        """Make the group between nodes again, of those that are alive; only their ranks take part."""
         self.across = None
-        self._world = False
+        self._made_by_all = False
         if len(nodes) > 1:
             self.across = self._new(
                 [[self._topology.ranks[node][self._topology.place] for node in nodes]], self._timeout
             )
 
     def close(self) -> None:
-        """Ends the groups; waits for what is under way in them.
+        """End the groups, which waits for what is under way in them.
 
-        Those that only some ranks have made stay known to torch, which would use their names a second time.
+        While one that only its members have made is there, all stay: see :func:`end_group`.
         """
         self.everyone = self.mates = self.control = self.across = None
-        while self._counted:
-            # The user may have ended everything before, with destroy_process_group().
-            with suppress(ValueError):
-                dist.destroy_process_group(self._counted.pop())
+        while self._made:
+            end_group(self._made.pop())
 
     def _new(self, families: Sequence[Sequence[int]], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
-        """The group of this rank, out of several that do not overlap."""
-        own = None
-        for ranks in families:
-            if not self._world and self._topology.rank not in ranks:
-                continue
-            group = dist.new_group(
-                list(ranks), timeout=timeout, backend=backend or self._backend,
-                use_local_synchronization=not self._world,
-            )  # fmt: skip
-            own = group if self._topology.rank in ranks else own
-        if not isinstance(own, ProcessGroup):
-            raise ArgumentError("mesh", self._topology.ranks, f"rank {self._topology.rank} is not in it")
-        if self._world:
-            self._counted.append(own)
+        """Return this rank's group, out of several that do not overlap."""
+        backend = backend or self._backend
+        own = new_group(families, made_by_all=self._made_by_all, timeout=timeout, backend=backend)
+        self._made.append(own)
         return own

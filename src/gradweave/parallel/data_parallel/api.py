@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.distributed import end_group
 from gradweave._compat.dynamo import between_graphs
 from gradweave._compat.eager import flat_leaves, no_torch_function
 from gradweave._logging import announce
@@ -21,13 +20,20 @@ from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.buckets import message_params
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
 from gradweave._runtime.optimizer_steps.hooks import StepHooks
+from gradweave._runtime.peers.groups import common_name, end_group, new_group
 from gradweave._runtime.peers.lockstep import Changes
-from gradweave._runtime.replicas import Lookout, agree, settings_of
+from gradweave._runtime.peers.same_on_ranks import (
+    describe_buffers,
+    describe_optimizer,
+    describe_parameters,
+    same_on_ranks,
+)
+from gradweave._runtime.replicas import Lookout
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.errors import ArgumentError, GradweaveError, LostPeerError
 from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, Choice
-from gradweave.parallel.data_parallel.buffers import BufferSharing
-from gradweave.parallel.data_parallel.checks import check, describe_model, refuse_averager, share_state
+from gradweave.parallel.data_parallel.buffers import BufferSharing, share_state
+from gradweave.parallel.data_parallel.checks import check, refuse_averager
 from gradweave.parallel.data_parallel.deferred_updates import AveragedUpdates
 from gradweave.parallel.data_parallel.failures import naming_lost_peers
 from gradweave.parallel.data_parallel.layers import Layer, UseOrder
@@ -88,17 +94,18 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         self._size = _size_of(process_group)
         optimizer = without_wrapper(optimizer)
 
-        def describe() -> dict[str, str]:
+        with same_on_ranks(process_group, technique="DataParallel", alone=self._size == 1) as facts:
             _check_options(policy, k, bucket_bytes, byte_budget, reduce_dtype)
             check(model, optimizer)
             options = (policy, k, bucket_bytes, byte_budget, reduce_dtype, broadcast_buffers)
-            return {"the options": str(options), **describe_model(model), **settings_of(optimizer)}
-
+            facts["the options"] = str(options)
+            facts |= describe_optimizer(optimizer)
+            facts |= describe_parameters(model.named_parameters(remove_duplicate=False))
+            facts |= describe_buffers(model.named_buffers())
         self._changes: Changes | None = None
         if self._size > 1:
-            self._changes = Changes(f"gradweave-{agree(describe, process_group)}", of="DataParallel", timeout=timeout)
-        else:
-            describe()
+            name = common_name("gradweave-data-parallel", process_group)
+            self._changes = Changes(name, technique="DataParallel", timeout=timeout)
         self.module = model
         self._optimizer = optimizer
         self._device = next(model.parameters()).device
@@ -130,11 +137,11 @@ class DataParallel(nn.Module, AccumulatingAttachment):
 
             def own_group() -> dist.ProcessGroup:
                 limit = None if timeout is None else timedelta(seconds=timeout)
-                made: Any = dist.new_group(timeout=limit)
+                made = new_group([range(self._size)], made_by_all=True, timeout=limit)
                 attached.callback(end_group, made)
-                # Behind this all ranks have made it: one that ends it at once does not close the door on others.
+                # After this all ranks have made it: one that ends it at once does not close the door on others.
                 dist.all_reduce(torch.ones(1, device=self._device), group=made)
-                return made  # type: ignore[no-any-return]
+                return made
 
             self._group = process_group or own_group()
             if buffers:

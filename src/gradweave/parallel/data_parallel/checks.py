@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -59,16 +58,6 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
         raise UnsupportedError(str(error.value), why, "use DistributedDataParallel") from error
 
 
-def describe_model(model: nn.Module) -> dict[str, str]:
-    """What must be the same on all ranks, or averages would mix parameters up."""
-    told = {
-        name: f"a parameter of shape {tuple(p.shape)} and {p.dtype}" + ("" if p.requires_grad else ", frozen")
-        for name, p in model.named_parameters()
-    }
-    buffers = model.named_buffers()
-    return told | {name: f"a buffer of shape {tuple(b.shape)} and {b.dtype}" for name, b in buffers}
-
-
 def refuse_averager(found: Averager) -> None:
     """Raises: something else averages or shards what DataParallel averages."""
     raise ReplicaError(
@@ -76,13 +65,3 @@ def refuse_averager(found: Averager) -> None:
         "use one of them: leave the model out of accelerator.prepare(), use no strategy of Lightning's that wraps it, "
         "or call detach() and train without DataParallel"
     )
-
-
-def share_state(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Gives everybody the first rank's parameters and buffers."""
-    root = dist.get_global_rank(group, 0) if group is not None else 0
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            dense = tensor.detach().clone(memory_format=torch.contiguous_format)
-            dist.broadcast(dense, root, group=group)
-            tensor.copy_(dense)

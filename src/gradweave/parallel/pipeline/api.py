@@ -17,7 +17,7 @@ from gradweave.parallel.pipeline.checkpoint import gather_state, own_state
 from gradweave.parallel.pipeline.checks import BatchShapes, check_layers, check_model, check_parameters, device_of
 from gradweave.parallel.pipeline.clipping import clip_grad_norm, places_of
 from gradweave.parallel.pipeline.part import Mark
-from gradweave.parallel.pipeline.plan_agreement import agree, refuse_together
+from gradweave.parallel.pipeline.plan_agreement import agree
 from gradweave.parallel.pipeline.planner import Plan, Settings, Split
 from gradweave.parallel.pipeline.process_group import Together
 from gradweave.parallel.pipeline.programs import PipelinePolicy
@@ -205,7 +205,7 @@ class Pipeline:
             problem = error
         try:
             if not self._started:
-                refuse_together(self._together, problem)
+                self._together.refuse(problem)
             elif problem is not None and self._together.all_refuse(self._steps, str(problem)):
                 raise problem
         except GradweaveError:
@@ -254,7 +254,7 @@ class Pipeline:
         except GradweaveError as error:
             problem = error
         try:
-            refuse_together(self._together, problem)
+            self._together.refuse(problem)
             self.module.load_state_dict(own)
         except GradweaveError:
             raise

@@ -8,14 +8,18 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
 from gradweave._compat.distributed import group_count, part_of_default_store
 from gradweave._runtime.peers.contact import in_a_line, is_lost_contact
+from gradweave._runtime.peers.groups import check_group_counts, close_connections, new_group
+from gradweave._runtime.peers.same_on_ranks import refuse_together
 from gradweave.errors import ArgumentError, LostPeerError
+
+T = TypeVar("T")
 
 _PATIENCE = 2.0
 """Seconds in which a rank that lost contact looks for another one's reason, or waits for others to close."""
@@ -48,11 +52,8 @@ class Together:
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self._everybody = len(self._ranks) == dist.get_world_size()
         if not self._everybody:
-            _check_counts(group, self.size)
-        self.group: Any = dist.new_group(
-            self._ranks,
-            timeout=limit, use_local_synchronization=not self._everybody,
-        )  # fmt: skip
+            check_group_counts([group], technique="a pipeline")
+        self.group: Any = new_group([self._ranks], made_by_all=self._everybody, timeout=limit)
         self._count = group_count()
         self._store: Any = part_of_default_store(f"gradweave-pipeline-{self.group.group_name}")
 
@@ -61,6 +62,16 @@ class Together:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def from_first(self, value: T) -> T:
+        """Return the first rank's value, on all ranks."""
+        box = [value]
+        dist.broadcast_object_list(box, self.global_rank(0), group=self.group)
+        return box[0]
+
+    def refuse(self, problem: Exception | None) -> None:
+        """Raise on all ranks what any of them has found wrong; all ranks call it."""
+        refuse_together(problem, self.group, technique="the pipeline")
 
     def note(self, key: str, text: str = "") -> None:
         """Leaves a note for the other ranks, without waiting for them."""
@@ -130,7 +141,7 @@ class Together:
 
     def _destroy(self) -> None:
         if self.group is not None:
-            dist.destroy_process_group(self.group)
+            close_connections(self.group)
             self.group = None
 
     def _all_close(self) -> bool:
@@ -192,11 +203,3 @@ def _limit(timeout: Any) -> timedelta | None:
     except (TypeError, ValueError, OverflowError):
         pass
     raise ArgumentError("timeout", timeout, "give a positive number of seconds, or None")
-
-
-def _check_counts(group: Any, size: int) -> None:
-    """A group of some ranks is named by how many groups they have made: torch would wait for ever if these differ."""
-    counts: list[Any] = [None] * size
-    dist.all_gather_object(counts, group_count(), group=group)
-    if len(set(counts)) > 1:
-        raise ArgumentError("process_group", f"ranks in {counts} groups", "have all of its ranks make the same groups")
