@@ -16,12 +16,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from gradweave._runtime.peers.link import measure_all_reduce
 from gradweave.compare.models import GPT, ResNet18
 from gradweave.parallel.data_parallel import DataParallel
 from gradweave.parallel.data_parallel.autotune import simulate
 from gradweave.parallel.data_parallel.layers import UseOrder
 from gradweave.parallel.data_parallel.reverse_first_k import Watched
-from gradweave.parallel.data_parallel.step_costs import StepWatch, measure_link
+from gradweave.parallel.data_parallel.step_costs import StepWatch
 from gradweave.reordering.queue import WeightGradientQueue
 from gradweave.schedule import Link, network
 
@@ -147,7 +148,7 @@ def predict(model: str, seconds: float, megabits: float, bucket_bytes: int, defa
     agreed = [watch.close()]
     dist.broadcast_object_list(agreed, 0)
     costs = agreed[0]
-    measured = measure_link(None, torch.device("cpu"), sum(c.parameter_bytes for c in costs.layers))
+    measured = measure_all_reduce(None, torch.device("cpu"), sum(c.parameter_bytes for c in costs.layers))
     burden = 0.0 if model.startswith("waiting") else measured.device_seconds  # waiting takes no core
     link = Link(megabits * 1e6 / 8, measured.latency, burden)
     ranks = dist.get_world_size()

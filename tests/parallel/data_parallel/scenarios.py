@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gradweave._runtime.deferred.pending_parameter import PendingParameter
 from gradweave.errors import GradweaveError
-from gradweave.parallel.data_parallel import DataParallel, step_costs
+from gradweave.parallel.data_parallel import DataParallel
 from gradweave.parallel.data_parallel.buffers import BufferSharing
-from gradweave.parallel.data_parallel.step_costs import measure_link
-from gradweave.schedule.links import Link
 from parallel.data_parallel.loops import BODIES, backward, finish
 from parallel.data_parallel.models import batch, loss_of, make, optimizer_of, weights
 
@@ -364,41 +362,6 @@ def runs_out(*, limit):
     except GradweaveError as error:
         return str(error)
     return ""
-
-
-def measures_link(*, bandwidths=None, latency=0.0):
-    """Over the link that there is, or with messages that take what each rank's own would."""
-    stock = step_costs._seconds_of_messages
-
-    def seconds(_, device, elements):
-        known = Link(bandwidths[dist.get_rank()], latency)
-        return known.all_reduce_seconds(4 * elements, dist.get_world_size()), 1
-
-    if bandwidths is not None:
-        step_costs._seconds_of_messages = seconds
-    try:
-        link = measure_link(None, torch.device("cpu"), 2**24)
-    finally:
-        step_costs._seconds_of_messages = stock
-    return {"bandwidth": link.bandwidth, "latency": link.latency, "device_seconds": link.device_seconds}
-
-
-def measures_slow_link(*, model_bytes, bytes_per_second):
-    """What is sent to measure a link that is as slow as that."""
-    stock, sent = dist.all_reduce, []
-
-    def slowly(tensor, *args, **kwargs):
-        size = tensor.numel() * tensor.element_size()
-        sent.append(size)
-        time.sleep(size / bytes_per_second)
-        return stock(tensor, *args, **kwargs)
-
-    dist.all_reduce = slowly
-    try:
-        link = measure_link(None, torch.device("cpu"), model_bytes)
-    finally:
-        dist.all_reduce = stock
-    return {"sent": sum(sent), "bandwidth": link.bandwidth}
 
 
 def shares_buffers():

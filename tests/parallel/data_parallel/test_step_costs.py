@@ -153,26 +153,3 @@ def test_loops_that_are_odd(odd):
         optimizer.zero_grad()
     assert watch.steps == (4 if odd == "a step that fails" else 5)
     assert all(layer.weight_grad > 0 for layer in watch.close().layers)
-
-
-def test_a_link_is_that_of_the_slowest_rank_on_all_ranks(two):
-    """And what it is measured to be is what its messages take."""
-    for measured in two.run("measures_link", bandwidths=[4e8, 1e8], latency=2e-3).values():
-        assert measured["bandwidth"] == pytest.approx(1e8)
-        assert measured["latency"] == pytest.approx(2e-3)
-        assert measured["device_seconds"] > 0
-
-
-def test_a_link_is_measured_with_real_messages(two):
-    """Both ranks have the same of it, to the last digit."""
-    measured = two.run("measures_link")
-    assert measured[0] == measured[1]
-    assert min(measured[0]["bandwidth"], measured[0]["device_seconds"]) > 0
-    assert measured[0]["latency"] >= 0
-
-
-def test_a_slow_link_is_measured_with_no_more_than_a_few_steps_send(two):
-    model_bytes = 160_000
-    for measured in two.run("measures_slow_link", model_bytes=model_bytes, bytes_per_second=125_000).values():
-        assert measured["sent"] < 4 * model_bytes
-        assert 50_000 < measured["bandwidth"] < 500_000

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from gradweave._runtime.ab_trial import ABTrial, DeviceClock, TrialRules
+from gradweave._runtime.peers.link import measure_all_reduce
 from gradweave.parallel.data_parallel.failures import naming_lost_peers
 from gradweave.parallel.data_parallel.layers import Layer
-from gradweave.parallel.data_parallel.step_costs import StepWatch, measure_link
+from gradweave.parallel.data_parallel.step_costs import StepWatch
 from gradweave.schedule.builders import data_parallel
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
@@ -156,7 +157,7 @@ class Choice:
         agreed = [costs]
         with naming_lost_peers("costs could not be agreed on"):
             dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
-            link = measure_link(self._group, self._device, sum(c.parameter_bytes for c in agreed[0].layers))
+            link = measure_all_reduce(self._group, self._device, sum(c.parameter_bytes for c in agreed[0].layers))
         ranks = dist.get_world_size(self._group)
         self.prediction, _ = simulate(agreed[0], link, ranks, self._bucket_bytes, self._byte_budget)
         stock, best = self.prediction.stock, self.prediction.best

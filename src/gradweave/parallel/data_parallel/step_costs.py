@@ -1,16 +1,13 @@
-"""What each layer of a real training step costs, and what the link between ranks does."""
+"""Costs of the layers of a model, measured in real training steps."""
 
 from __future__ import annotations
 
-import math
-import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,20 +16,10 @@ from gradweave._runtime.module_hook import ModuleHook
 from gradweave.parallel.data_parallel.layers import Layer
 from gradweave.reordering.queue import Task
 from gradweave.schedule.costs import Costs, LayerCost
-from gradweave.schedule.links import Link
 from gradweave.schedule.tasks import Kind
 
 _Spans = defaultdict[tuple[Kind, int], list[tuple[Any, Any]]]
 """From when to when each task of a step ran."""
-_SMALL, _LARGE = 1 << 10, 1 << 17
-"""Elements of the messages that a link is measured with."""
-_AT_ONCE = 8
-_REPEATS = 5
-"""How often: what delays a message now and then must not count."""
-_MOST_SECONDS = 1.0
-"""For messages of one size; once they are sent anyway."""
-_MATRIX, _PRODUCTS = 96, 100
-"""Of the computation that messages disturb: a product takes some tens of microseconds."""
 
 
 class StepWatch:
@@ -153,84 +140,3 @@ class StepWatch:
         }
         whole, apart = median(sum(step.values()) for step in steps), sum(tasks.values())
         return {task: spent * whole / apart for task, spent in tasks.items()} if apart else {}
-
-
-def measure_link(group: dist.ProcessGroup | None, device: torch.device, most_bytes: int) -> Link:
-    """What averaging over a group takes per message and per byte, the same on all ranks.
-
-    Messages are under way at the same time, as those of a step are. On a CPU also what they take of the cores that
-    compute: by how much a computation beside them falls behind, and what it takes to copy gradients to the message
-    and averages back. Over a slow link it is done less often: what is asked for takes about as long as a step or two.
-
-    Args:
-        group: Over whose ranks.
-        device: Where their tensors are.
-        most_bytes: That messages which are under way together hold: no more than a step's, but for tiny models.
-    """
-    ranks = dist.get_world_size(group)
-    large_size = max(4 * _SMALL, min(_LARGE, most_bytes // (4 * _AT_ONCE)))
-    small, _ = _seconds_of_messages(group, device, _SMALL)
-    large, repeats = _seconds_of_messages(group, device, large_size)
-    busy = _lost_beside_messages(group, large_size * _AT_ONCE, repeats) if device.type == "cpu" else 0.0
-    small, large, busy = _slowest(group, device, small, large, busy)
-    per_byte = max(large - small, 1e-9) / (4 * (large_size - _SMALL))
-    unit = Link(1.0, 0.0).all_reduce_seconds(1, ranks)
-    depth = Link(math.inf, 1.0).all_reduce_seconds(0, ranks)
-    return Link(unit / per_byte, max(small - 4 * _SMALL * per_byte, 0.0) / depth, busy)
-
-
-def _slowest(group: dist.ProcessGroup | None, device: torch.device, *seconds: float) -> list[float]:
-    """The largest of all ranks' numbers."""
-    together = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
-    return list(together.tolist())
-
-
-def _seconds_of_messages(group: dist.ProcessGroup | None, device: torch.device, elements: int) -> tuple[float, int]:
-    """Seconds of one message, of several that are under way together, and how often they were sent for that.
-
-    The first time is not counted, unless it took so long that once is enough.
-    """
-    wait: Callable[[], Any] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    messages = [torch.zeros(elements, dtype=torch.float32, device=device) for _ in range(_AT_ONCE)]
-
-    def once() -> float:
-        wait()
-        began = time.perf_counter()
-        for work in [dist.all_reduce(message, group=group, async_op=True) for message in messages]:
-            work.wait()
-        wait()
-        return (time.perf_counter() - began) / _AT_ONCE
-
-    (first,) = _slowest(group, device, once())
-    repeats = min(_REPEATS, int(_MOST_SECONDS / (_AT_ONCE * first)))
-    return (median(once() for _ in range(repeats)), repeats) if repeats else (first, 1)
-
-
-def _lost_beside_messages(group: dist.ProcessGroup | None, elements: int, repeats: int) -> float:
-    """Seconds of computation that a byte of a message costs, in whichever process or kernel that is spent."""
-    matrix = torch.ones(_MATRIX, _MATRIX, dtype=torch.float32, device="cpu")
-
-    def products(until: Callable[[int], bool]) -> tuple[int, float]:
-        done, began = 0, time.perf_counter()
-        while not until(done):
-            torch.mm(matrix, matrix)
-            done += 1
-        return done, time.perf_counter() - began
-
-    products(lambda done: done >= _PRODUCTS)
-    lost = []
-    for _ in range(repeats):
-        gradients, message = (torch.zeros(elements, dtype=torch.float32, device="cpu") for _ in range(2))
-        dist.barrier(group=group)
-        alone = min(products(lambda done: done >= _PRODUCTS)[1] for _ in range(3)) / _PRODUCTS
-        began = time.perf_counter()
-        message.copy_(gradients)
-        copying = time.perf_counter() - began
-        work = dist.all_reduce(message, group=group, async_op=True)
-        done, spent = products(lambda _, work=work: work.is_completed())  # type: ignore[misc]
-        work.wait()
-        began = time.perf_counter()
-        gradients.copy_(message)
-        lost.append(max(spent - done * alone, 0.0) + copying + time.perf_counter() - began)
-    return median(lost) / (4 * elements)

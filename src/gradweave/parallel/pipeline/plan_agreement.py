@@ -8,9 +8,9 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
+from gradweave._runtime.peers.link import measure_round_trip
 from gradweave._runtime.peers.same_on_ranks import describe_parameters, same_on_ranks
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.parallel.pipeline.costs import measure_link
 from gradweave.parallel.pipeline.partition import by_layer
 from gradweave.parallel.pipeline.planner import Plan, Settings, choose
 from gradweave.parallel.pipeline.process_group import Together
@@ -54,6 +54,6 @@ def agree(
             if value == "auto" or (name == "byte_budget" and value is not None):
                 raise ArgumentError(name, value, "needs costs=measure_layers(...), on the first rank at least")
     if link is None:
-        link = Link() if costs is None else measure_link(together, device)
+        link = Link() if costs is None else measure_round_trip(together.group, device)
     fine, spans = by_layer(costs, [name for name, _ in layers])
     return choose(settings, fine, together.size, link, spans=spans)

@@ -57,12 +57,6 @@ class Together:
         self._count = group_count()
         self._store: Any = part_of_default_store(f"gradweave-pipeline-{self.group.group_name}")
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
     def from_first(self, value: T) -> T:
         """Return the first rank's value, on all ranks."""
         box = [value]
