@@ -19,7 +19,7 @@ from gradweave.parallel.pipeline.clipping import clip_grad_norm, places_of
 from gradweave.parallel.pipeline.part import Mark
 from gradweave.parallel.pipeline.plan_agreement import agree
 from gradweave.parallel.pipeline.planner import Plan, Settings, Split
-from gradweave.parallel.pipeline.process_group import Together
+from gradweave.parallel.pipeline.process_group import PipelinePeers
 from gradweave.parallel.pipeline.programs import PipelinePolicy
 from gradweave.parallel.pipeline.stage import Stage, total
 from gradweave.parallel.pipeline.tied import TiedGradients, find_ties
@@ -79,29 +79,29 @@ class Pipeline:
         process_group: Any = None,
         timeout: float | None = None,
     ) -> None:
-        self._together = Together(process_group, timeout)
+        self._peers = PipelinePeers(process_group, timeout)
         self._stages: list[Stage] = []
         self._runtime: Any = None
         self._mark: Mark | None = None
         try:
             settings = Settings(policy, microbatches, group, max_in_flight, byte_budget, split)
             where = None if device is None else torch.device(device)
-            layers, problem = _checked(model, self._together.size)
+            layers, problem = _checked(model, self._peers.size)
             self.plan: Plan = agree(
-                self._together, settings, layers, costs, link,
-                device=where or device_of(layers), problem=self._together.problem or problem,
+                self._peers, settings, layers, costs, link,
+                device=where or device_of(layers), problem=self._peers.problem or problem,
             )  # fmt: skip
             self._build(layers, loss_fn, settings, where)
         except BaseException as error:
             self._drop_runtime()
-            self._together.leave(error)
+            self._peers.leave(error)
             raise
 
     def _build(
         self, layers: list[tuple[str, nn.Module]], loss_fn: Loss, settings: Settings, device: torch.device | None
     ) -> None:
-        program, runs, together = self.plan.program, self.plan.runs, self._together
-        stages = program.stages_of(together.rank)
+        program, runs, peers = self.plan.program, self.plan.runs, self._peers
+        stages = program.stages_of(peers.rank)
         rank_of_layer = [program.rank_of[stage] for stage, run in enumerate(runs) for _ in run]
         own = [layers[i] for stage in stages for i in runs[stage]]
         self._layer_names = [name for name, _ in layers]
@@ -114,7 +114,7 @@ class Pipeline:
             self.module.to(device)
         self.device = check_layers(self.module, device)
         self._params = dict(self.module.named_parameters(remove_duplicate=False))
-        self._tied = TiedGradients(ties, self._params, together)
+        self._tied = TiedGradients(ties, self._params, peers)
         self._precision = Precision(self.device)
         self._ledger = Ledger(settings.byte_budget)
         self._loss_fn = loss_fn
@@ -127,12 +127,12 @@ class Pipeline:
         self._first, self._last = 0 in stages, program.stages - 1 in stages
         self._stages = [
             Stage(
-                [layers[i] for i in runs[stage]], stage, program.stages, self.device, together.group,
+                [layers[i] for i in runs[stage]], stage, program.stages, self.device, peers.group,
                 self._ledger if settings.split == "fast" else None, self._precision,
             )
             for stage in stages
         ]  # fmt: skip
-        self._mark = Mark(layers, list(self.module), self._tied.own, together)
+        self._mark = Mark(layers, list(self.module), self._tied.own, peers)
         self._runtime = make_runtime(
             program.policy, program.ranks, self._stages, program.microbatches, self._loss, self._trial
         )
@@ -198,15 +198,15 @@ class Pipeline:
             wanted = self._shapes.target(target) if self._last else None
             beside = ({} if self._first else {"inputs": inputs}) | ({} if self._last else {"target": target})
             if self._heeds_others and self._shapes.is_odd(**beside):
-                reason = self._together.refusal(self._steps)
+                reason = self._peers.refusal(self._steps)
                 self._heeds_others = reason is not None
                 problem = None if reason is None else GradweaveError(reason)
         except GradweaveError as error:
             problem = error
         try:
             if not self._started:
-                self._together.refuse(problem)
-            elif problem is not None and self._together.all_refuse(self._steps, str(problem)):
+                self._peers.refuse(problem)
+            elif problem is not None and self._peers.all_refuse(self._steps, str(problem)):
                 raise problem
         except GradweaveError:
             if not self._started:
@@ -229,7 +229,7 @@ class Pipeline:
         self._check_running()
         try:
             return clip_grad_norm(
-                self._params, self._places, self._tied.counted_elsewhere(), self._together,
+                self._params, self._places, self._tied.counted_elsewhere(), self._peers,
                 max_norm=max_norm, norm_type=norm_type, like=torch.empty(0, dtype=self._widest, device=self.device),
             )  # fmt: skip
         except BaseException as error:
@@ -254,7 +254,7 @@ class Pipeline:
         except GradweaveError as error:
             problem = error
         try:
-            self._together.refuse(problem)
+            self._peers.refuse(problem)
             self.module.load_state_dict(own)
         except GradweaveError:
             raise
@@ -266,7 +266,7 @@ class Pipeline:
         """The whole model's state in the memory of the first rank's host; None on others. All ranks call it."""
         self._check_running()
         try:
-            return gather_state(self.module, self._layer_names, self._together)
+            return gather_state(self.module, self._layer_names, self._peers)
         except BaseException as error:
             self._stop(error)
             raise
@@ -278,7 +278,7 @@ class Pipeline:
         long as the process.
         """
         self._drop_runtime()
-        self._together.close()
+        self._peers.close()
 
     def _drop_runtime(self) -> None:
         """Has it let go of messages and the group, whoever still has it: connections close when nobody has these."""
@@ -301,7 +301,7 @@ class Pipeline:
         """This rank cannot go on, and so nobody can."""
         self._drop_runtime()
         self._ledger.clear()
-        self._together.leave(error)
+        self._peers.leave(error)
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
         """Of one micro-batch, as it enters backward; in the trial run anything with a gradient does."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradweave.errors import ArgumentError
-from gradweave.parallel.pipeline.process_group import Together
+from gradweave.parallel.pipeline.process_group import PipelinePeers
 
 
 def own_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,13 +26,13 @@ def own_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: state[name] for name in wanted}
 
 
-def gather_state(module: nn.Module, layers: Sequence[str], together: Together) -> dict[str, Any] | None:
+def gather_state(module: nn.Module, layers: Sequence[str], peers: PipelinePeers) -> dict[str, Any] | None:
     """The state of the whole model, in the model's order, on the first rank."""
     own = {
         name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in module.state_dict().items()
     }
-    parts: list[Any] | None = [None] * together.size if together.rank == 0 else None
-    dist.gather_object(own, parts, dst=together.global_rank(0), group=together.group)
+    parts: list[Any] | None = [None] * peers.size if peers.rank == 0 else None
+    dist.gather_object(own, parts, dst=peers.global_rank(0), group=peers.group)
     if parts is None:
         return None
     place = {name: number for number, name in enumerate(layers)}

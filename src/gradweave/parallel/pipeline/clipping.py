@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_
 
 from gradweave.errors import ArgumentError
-from gradweave.parallel.pipeline.process_group import Together
+from gradweave.parallel.pipeline.process_group import PipelinePeers
 
 
 def clip_grad_norm(
     params: Mapping[str, nn.Parameter],
     places: Mapping[str, int],
     skipped: Set[nn.Parameter],
-    together: Together,
+    peers: PipelinePeers,
     *,
     max_norm: float,
     norm_type: float,
@@ -32,7 +32,7 @@ def clip_grad_norm(
         params: Of this rank, by name.
         places: The place of every parameter of the whole model, by name.
         skipped: Those of this rank that are counted elsewhere.
-        together: The ranks.
+        peers: The ranks.
         max_norm: What the total norm may be.
         norm_type: Which norm.
         like: A tensor of the type and device that norms are summed up in, of the same type on all ranks.
@@ -50,7 +50,7 @@ def clip_grad_norm(
     for p, name in own.items():
         if p not in skipped:
             norms[places[name]] = torch.linalg.vector_norm(p.grad, norm_type).to(norms.dtype)
-    dist.all_reduce(norms, group=together.group)
+    dist.all_reduce(norms, group=peers.group)
     total: torch.Tensor = torch.linalg.vector_norm(norms, norm_type)
     clip_grads_with_norm_(list(own), max_norm, total)
     return total

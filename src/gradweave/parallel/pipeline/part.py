@@ -12,7 +12,7 @@ from torch import nn
 
 from gradweave._runtime.claims import PipelinePart, Technique, claim_model
 from gradweave.errors import GradweaveError
-from gradweave.parallel.pipeline.process_group import Together
+from gradweave.parallel.pipeline.process_group import PipelinePeers
 
 _PATIENCE = timedelta(seconds=30)
 """For an optimizer that another rank has not made yet; usually all have, before the step whose gradients they use."""
@@ -25,7 +25,7 @@ class Mark:
         layers: Of the whole model.
         own: Those on this rank.
         tied: Parameters of this rank that other ranks have too.
-        together: The ranks.
+        peers: The ranks.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class Mark:
         layers: Sequence[tuple[str, nn.Module]],
         own: Sequence[nn.Module],
         tied: Sequence[nn.Parameter],
-        together: Together,
+        peers: PipelinePeers,
     ) -> None:
         modules = [module for _, layer in layers for module in layer.modules()]
         linears = [module for module in modules if isinstance(module, nn.Linear)]
         here = {id(module) for layer in own for module in layer.modules()}
-        self._together: Together | None = together
+        self._peers: PipelinePeers | None = peers
         self._optimizers = 0
         self._complete: set[str] = set()
         part = PipelinePart(
-            together.size,
+            peers.size,
             frozenset(map(id, tied)),
             frozenset(tuple(module.weight.shape) for module in modules if isinstance(module, nn.Embedding)),
             bool(linears) and id(linears[-1]) in here,
@@ -56,27 +56,27 @@ class Mark:
     def remove(self) -> None:
         """Takes the marks off the layers; optimizers decide by themselves from here on."""
         self._claims.close()
-        self._together = None
+        self._peers = None
 
     def _enlist(self) -> str:
         name = f"optimizer-{self._optimizers}"
         self._optimizers += 1
-        if self._together is not None:
-            self._together.note(f"{name}-{self._together.rank}")
+        if self._peers is not None:
+            self._peers.note(f"{name}-{self._peers.rank}")
         return name
 
     def _all_agree(self, name: str, flag: torch.Tensor) -> torch.Tensor:
-        together = self._together
-        if together is None:
+        peers = self._peers
+        if peers is None:
             return flag
         if name not in self._complete:
-            self._wait_for_others(name, together)
+            self._wait_for_others(name, peers)
         opposed = (~flag).to(torch.float32).reshape(1)
-        dist.all_reduce(opposed, dist.ReduceOp.MAX, group=together.group)
+        dist.all_reduce(opposed, dist.ReduceOp.MAX, group=peers.group)
         return (opposed == 0).reshape(flag.shape)
 
-    def _wait_for_others(self, name: str, together: Together) -> None:
-        missing = together.missing([f"{name}-{rank}" for rank in range(together.size)], _PATIENCE)
+    def _wait_for_others(self, name: str, peers: PipelinePeers) -> None:
+        missing = peers.missing([f"{name}-{rank}" for rank in range(peers.size)], _PATIENCE)
         if missing:
             raise GradweaveError(
                 f"rank {missing[0]} of the pipeline has no optimizer of this kind, and all ranks decide together "

@@ -13,13 +13,13 @@ from gradweave._runtime.peers.same_on_ranks import describe_parameters, same_on_
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.parallel.pipeline.partition import by_layer
 from gradweave.parallel.pipeline.planner import Plan, Settings, choose
-from gradweave.parallel.pipeline.process_group import Together
+from gradweave.parallel.pipeline.process_group import PipelinePeers
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
 
 
 def agree(
-    together: Together,
+    peers: PipelinePeers,
     settings: Settings,
     layers: Sequence[tuple[str, nn.Module]],
     costs: Costs | None,
@@ -28,10 +28,10 @@ def agree(
     device: torch.device,
     problem: GradweaveError | None,
 ) -> Plan:
-    """Makes the plan from the first rank's costs; what one rank finds wrong, all of them raise.
+    """Make the plan from the first rank's costs; what one rank finds wrong, all of them raise.
 
     Args:
-        together: The ranks.
+        peers: The ranks.
         settings: As this rank was given them.
         layers: Of the whole model; none where they cannot be used.
         costs: As measured.
@@ -39,7 +39,7 @@ def agree(
         device: For messages that are measured.
         problem: What this rank has found wrong so far.
     """
-    with same_on_ranks(together.group, technique="the pipeline") as facts:
+    with same_on_ranks(peers.group, technique="the pipeline") as facts:
         if problem is not None:
             raise problem
         settings.check()
@@ -48,12 +48,12 @@ def agree(
         facts |= describe_parameters(
             (f"{name}.{own}", p) for name, layer in layers for own, p in layer.named_parameters(remove_duplicate=False)
         )
-    costs, link = together.from_first((costs, link))
+    costs, link = peers.from_first((costs, link))
     if costs is None:
         for name, value in (("policy", settings.policy), ("byte_budget", settings.byte_budget)):
             if value == "auto" or (name == "byte_budget" and value is not None):
                 raise ArgumentError(name, value, "needs costs=measure_layers(...), on the first rank at least")
     if link is None:
-        link = Link() if costs is None else measure_round_trip(together.group, device)
+        link = Link() if costs is None else measure_round_trip(peers.group, device)
     fine, spans = by_layer(costs, [name for name, _ in layers])
-    return choose(settings, fine, together.size, link, spans=spans)
+    return choose(settings, fine, peers.size, link, spans=spans)

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: a process group of their own, and how each learns why another one stopped."""
+"""The ranks of a pipeline: their process group, and the store in which each finds why another one stopped."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from gradweave.errors import ArgumentError, LostPeerError
 T = TypeVar("T")
 
 _PATIENCE = 2.0
-"""Seconds in which a rank that lost contact looks for another one's reason, or waits for others to close."""
+"""Seconds for which a rank that lost contact looks for another one's reason, or waits for others to close."""
 
 
-class Together:
+class PipelinePeers:
     """The ranks of one pipeline.
 
-    The group is not the user's: a rank that fails leaves it, which closes its connections, so that those who
-    wait for it fail too, at once, leave it in turn, and find its reason in the store.
+    The group is not the user's: a rank that fails leaves it, which closes its connections, so that ranks that wait for
+    a message of it fail too, at once, and leave in turn. A message cannot say why; the store can: a rank that fails
+    writes its reason there before it leaves, and one that lost contact looks for it there.
 
     Args:
         group: The ranks; None for all.
         timeout: Seconds after which waiting for another rank is an error; None for torch's default.
 
     Attributes:
-        problem: What is wrong with the timeout, for all ranks to hear of it: they need the group for that.
+        problem: The error about a wrong timeout: other ranks must hear of it, in a group that must be made first.
     """
 
     def __init__(self, group: Any, timeout: float | None) -> None:
@@ -50,11 +51,12 @@ class Together:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._everybody = len(self._ranks) == dist.get_world_size()
-        if not self._everybody:
+        self._are_all = len(self._ranks) == dist.get_world_size()
+        if not self._are_all:
             check_group_counts([group], technique="a pipeline")
-        self.group: Any = new_group([self._ranks], made_by_all=self._everybody, timeout=limit)
+        self.group: Any = new_group([self._ranks], made_by_all=self._are_all, timeout=limit)
         self._count = group_count()
+        # Another connection than the default store's: a rank that waits there would hold up torch's own use of it.
         self._store: Any = part_of_default_store(f"gradweave-pipeline-{self.group.group_name}")
 
     def from_first(self, value: T) -> T:
@@ -68,17 +70,17 @@ class Together:
         refuse_together(problem, self.group, technique="the pipeline")
 
     def note(self, key: str, text: str = "") -> None:
-        """Leaves a note for the other ranks, without waiting for them."""
+        """Leave a note for the other ranks, without waiting for them."""
         self._store.set(key, text)
 
     def all_refuse(self, step: int, reason: str) -> bool:
-        """Whether all ranks refuse a step, of which nothing has been sent: then the pipeline can go on."""
+        """Return whether all ranks refuse a step: nothing of it has been sent then, and the pipeline can go on."""
         self.note(f"refused-{step}-{self.rank}", reason)
         keys = [f"refused-{step}-{rank}" for rank in range(self.size)]
         return not self.missing(keys, timedelta(seconds=_PATIENCE))
 
     def refusal(self, step: int) -> str | None:
-        """Why another rank refuses a step, if it does so within a while."""
+        """Return why another rank refuses a step, if it does so within a while."""
         ends = time.monotonic() + _PATIENCE / 2
         while time.monotonic() < ends:
             for rank in range(self.size):
@@ -88,7 +90,7 @@ class Together:
         return None
 
     def missing(self, keys: Sequence[str], patience: timedelta) -> list[int]:
-        """Which of some notes are not there after a while, by their number."""
+        """Return the numbers of the notes that are not there after a while."""
         try:
             self._store.wait(list(keys), patience)
         except RuntimeError:
@@ -96,14 +98,14 @@ class Together:
         return []
 
     def global_rank(self, rank: int) -> int:
-        """What torch calls a rank of the pipeline."""
+        """Return the global rank of a rank of the pipeline."""
         return self._ranks[rank]
 
     def leave(self, error: BaseException) -> None:
-        """Ends this rank's part after an error, and lets go of all that waits on the network.
+        """End this rank's part after an error, and let go of all that waits on the network.
 
         Raises:
-            GradweaveError: If another rank is at fault; else, the error is the caller's to raise.
+            LostPeerError: If another rank is at fault; else the error is the caller's to raise.
         """
         culprit: int | None = self.rank
         reason = f"rank {self.rank} failed with {in_a_line(error)}"
@@ -112,8 +114,9 @@ class Together:
             culprit, reason = self._first_failure() or (None, f"contact with a rank was lost ({in_a_line(error)})")
         with suppress(RuntimeError):  # the rank that hosts the store may be gone
             self._store.set(f"failure-{self.rank}", json.dumps((culprit, reason)))
+        # Connections close only when nothing holds the group: not even the frames of the error.
         _empty_frames(error)
-        self._destroy()
+        self._close_connections()
         if lost:
             raise LostPeerError(
                 f"the pipeline has stopped: {reason}; weights are those of the last optimizer step: restart from a "
@@ -122,25 +125,28 @@ class Together:
             ) from None
 
     def close(self) -> None:
-        """Ends this rank's part in peace; frees connections if all ranks do so, as others may still use them.
+        """End this rank's part in peace; connections are freed if all ranks do so, as others may still use them.
 
-        All of them come to the same verdict, so that all are in the same number of groups. A group of some ranks
-        is kept, and so is one after which others were made: torch numbers groups by how many there are, and would
-        give a name that is taken, or known to the store, to the next one.
+        All ranks come to the same verdict, so that all stay in the same number of groups. A group of some ranks
+        is kept, and so is one after which others were made: torch names groups by how many there are, and would
+        give the next one a name that is taken, or known to the store.
         """
         with suppress(RuntimeError):  # the rank that hosts the store may be gone
             if self.group is not None and self._all_close():
-                self._destroy()
+                self._close_connections()
         self.group = self._store = None
 
-    def _destroy(self) -> None:
+    def _close_connections(self) -> None:
         if self.group is not None:
             close_connections(self.group)
             self.group = None
 
     def _all_close(self) -> bool:
-        """Whether all ranks have called this, and none objects or has lost patience; all find the same."""
-        if not self._everybody or group_count() != self._count:
+        """Return whether all ranks have called this and none objects or has lost patience; all find the same.
+
+        The first verdict written holds, for ranks that come later too.
+        """
+        if not self._are_all or group_count() != self._count:
             self._store.compare_set("verdict", "", "keep")
             return False
         if self._store.add("closed", 1) == self.size:
@@ -168,10 +174,11 @@ class Together:
 
 
 def _empty_frames(error: BaseException) -> None:
-    """Lets go of what a failed run has on the network, even while somebody keeps its error.
+    """Let go of what a failed run has on the network, even while its error is kept, as by a debugger or a test.
 
-    The variables that torch's schedule shares with its nested functions stay with those functions, which a frame
-    keeps when it is cleared: messages under way are taken out of them.
+    An error's traceback keeps the frames of torch's schedule, and these the messages under way and their group. To
+    clear a frame is not enough: variables that the schedule shares with its nested functions live on in those
+    functions. So messages are taken out of the lists and dicts that hold them first.
     """
     chained: BaseException | None = error
     while chained is not None:
@@ -188,7 +195,7 @@ def _empty_frames(error: BaseException) -> None:
 
 
 def _limit(timeout: Any) -> timedelta | None:
-    """As torch takes it."""
+    """Return a timeout as torch takes it; raise ArgumentError for what is none."""
     if timeout is None:
         return None
     try:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.parallel.pipeline.process_group import Together
+from gradweave.parallel.pipeline.process_group import PipelinePeers
 
 _FROZEN, _NO_GRADIENT, _GRADIENT = range(3)
 """What a rank says of its copy of a tied weight before it sends a gradient."""
@@ -68,14 +68,14 @@ class TiedGradients:
     Args:
         ties: Those of the whole model, the same on all ranks.
         params: Of this rank, by name.
-        together: The ranks.
+        peers: The ranks.
     """
 
-    def __init__(self, ties: Sequence[Tie], params: Mapping[str, nn.Parameter], together: Together) -> None:
-        self._together = together
+    def __init__(self, ties: Sequence[Tie], params: Mapping[str, nn.Parameter], peers: PipelinePeers) -> None:
+        self._peers = peers
         self._own: list[tuple[Tie, nn.Parameter]] = []
         for tie in ties:
-            if together.rank in tie.ranks:
+            if peers.rank in tie.ranks:
                 p = next(params[name] for name in tie.names if name in params)
                 self._own.append((tie, p))
         with torch.no_grad():
@@ -89,7 +89,7 @@ class TiedGradients:
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
         """Those whose gradient another rank counts in a norm."""
-        return {p for tie, p in self._own if tie.ranks[0] != self._together.rank}
+        return {p for tie, p in self._own if tie.ranks[0] != self._peers.rank}
 
     @contextmanager
     def summed(self) -> Iterator[None]:
@@ -111,13 +111,13 @@ class TiedGradients:
 
     def _share(self, tie: Tie, p: torch.Tensor) -> None:
         """Gives all ranks of a tie the first one's weight: they may have been initialized apart."""
-        first, *others = (self._together.global_rank(rank) for rank in tie.ranks)
+        first, *others = (self._peers.global_rank(rank) for rank in tie.ranks)
         copy = p.detach().clone(memory_format=torch.contiguous_format)
-        if self._together.rank == tie.ranks[0]:
+        if self._peers.rank == tie.ranks[0]:
             for rank in others:
-                dist.send(copy, dst=rank, group=self._together.group)
+                dist.send(copy, dst=rank, group=self._peers.group)
         else:
-            dist.recv(copy, src=first, group=self._together.group)
+            dist.recv(copy, src=first, group=self._peers.group)
             p.copy_(copy)
 
     def _sum(self, tie: Tie, p: nn.Parameter) -> torch.Tensor | None:
@@ -126,13 +126,13 @@ class TiedGradients:
         A word goes ahead of each gradient, as a rank may have none.
         """
         word = _FROZEN if not p.requires_grad else _NO_GRADIENT if p.grad is None else _GRADIENT
-        if self._together.rank == tie.ranks[0]:
+        if self._peers.rank == tie.ranks[0]:
             return self._lead(tie, p, word)
-        return self._follow(self._together.global_rank(tie.ranks[0]), p, word)
+        return self._follow(self._peers.global_rank(tie.ranks[0]), p, word)
 
     def _lead(self, tie: Tie, p: nn.Parameter, word: int) -> torch.Tensor | None:
         """Sums up, in the order of ranks, and sends the sum to the others."""
-        others = [self._together.global_rank(rank) for rank in tie.ranks[1:]]
+        others = [self._peers.global_rank(rank) for rank in tie.ranks[1:]]
         words = [word, *(self._hear(rank, p) for rank in others)]
         _check_alike(tie, words)
         verdict = max(words)
@@ -142,31 +142,31 @@ class TiedGradients:
             other = torch.empty_like(total)
             for rank, theirs in zip(others, words[1:], strict=True):
                 if theirs == _GRADIENT:
-                    dist.recv(other, src=rank, group=self._together.group)
+                    dist.recv(other, src=rank, group=self._peers.group)
                     total += other
         for rank in others:
             self._say(verdict, rank, p)
             if total is not None:
-                dist.send(total, dst=rank, group=self._together.group)
+                dist.send(total, dst=rank, group=self._peers.group)
         return total
 
     def _follow(self, first: int, p: nn.Parameter, word: int) -> torch.Tensor | None:
         """Sends what this rank has to the first one, and takes the sum."""
         self._say(word, first, p)
         if word == _GRADIENT:
-            dist.send(_dense(p), dst=first, group=self._together.group)
+            dist.send(_dense(p), dst=first, group=self._peers.group)
         if self._hear(first, p) != _GRADIENT:
             return None
         total = _dense(p)
-        dist.recv(total, src=first, group=self._together.group)
+        dist.recv(total, src=first, group=self._peers.group)
         return total
 
     def _say(self, word: int, rank: int, like: torch.Tensor) -> None:
-        dist.send(torch.tensor([word], device=like.device), dst=rank, group=self._together.group)
+        dist.send(torch.tensor([word], device=like.device), dst=rank, group=self._peers.group)
 
     def _hear(self, rank: int, like: torch.Tensor) -> int:
         heard = torch.empty(1, dtype=torch.int64, device=like.device)
-        dist.recv(heard, src=rank, group=self._together.group)
+        dist.recv(heard, src=rank, group=self._peers.group)
         return int(heard.item())
 
 
