@@ -1,4 +1,4 @@
-"""Averages of gradients: over the ranks of a node in each step, and over all while nodes stay together."""
+"""Averages of gradients: over the ranks of a node in each step, and over all nodes while these stay together."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gradweave.parallel.daso.node_group import Call, Mates
 
 
 class Averaging:
-    """What becomes of gradients at the end of a backward.
+    """Averages the gradients of a backward, at its end.
 
     Args:
         exchange: With other nodes.
         mates: The ranks of this node.
-        weights: Those that are trained.
+        weights: Trained parameters.
         ours: Whether gradients are averaged here, and not by a wrapper of the user's.
     """
 
@@ -30,12 +30,12 @@ class Averaging:
 
     @torch.no_grad()
     def average(self, params: Sequence[torch.Tensor], flags: Sequence[int], step: int) -> None:
-        """Averages gradients over the ranks that train.
+        """Average gradients over the ranks that train.
 
         Args:
-            params: All there are, trained or not.
-            flags: For each of them, whether it has a new gradient.
-            step: The present one.
+            params: All parameters, trained or not.
+            flags: For each parameter, whether it has a new gradient.
+            step: The present step.
         """
         across = self._exchange.averages_gradients(step)
         if not self._ours or (self._mates.alone and not across):
@@ -60,6 +60,6 @@ class Averaging:
     def across(
         self, vectors: list[torch.Tensor], flags: Sequence[int], active: int, step: int
     ) -> tuple[Sequence[int], int]:
-        """Sums over nodes too; where one is lost on the way, the node's own sum stands."""
+        """Sum over nodes too; where one is lost on the way, the node's own sum stands."""
         sums = self._exchange.average(vectors, [active, *flags], step)
         return (flags, active) if sums is None else ([round(flag) for flag in sums[1:]], round(sums[0]))

@@ -1,7 +1,7 @@
-"""How nodes agree: whether an exchange counted, and who is still there.
+"""Agreement between nodes: whether an exchange counted, and which nodes are still there.
 
-The store that the process group was made with is the judge: the first verdict written there holds, and
-everyone reads that one. It lives on one node; where that is lost, nobody can agree and everybody stops.
+The store that the process group was made with is the judge: the first verdict written there holds, and all
+nodes read that one. It lives on one node; where that is lost, nodes cannot agree any more, and all stop.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from gradweave.parallel.daso.cadence import NOTHING_MEASURED, Figures
 T = TypeVar("T")
 
 SOUND, OVERFLOW = -1, -2
-"""Instead of the number of a node that sent numbers which are not finite."""
+"""In :attr:`Verdict.broken`, instead of the number of a node that sent numbers which are not finite."""
 _KEPT = 2
-"""Exchanges whose votes stay in the store, for those that are late."""
+"""Exchanges whose votes stay in the store, for nodes that are late."""
 _SHORTEST, _LONGEST = 0.001, 0.02
+"""Seconds between two looks into the store."""
 _ROLL_CALL = 1.5
-"""Timeouts that a roll call takes: who waits for a third node hears nothing of the one that is lost for a whole
-timeout, and may have begun later than those that heard of it at once."""
+"""Timeouts that a roll call takes: a node that waits for a third one does not hear of a lost one for a whole timeout,
+and may have begun later than nodes that heard of it at once."""
 _LEAVING = 30.0
 """Most seconds that the host of the store waits at the end for ranks that have not read the last verdict."""
 
 
 class Store(Protocol):
-    """What is used of a torch.distributed store."""
+    """The part of a torch.distributed store that is used."""
 
     def set(self, key: str, value: str) -> None: ...  # noqa: D102
     def get(self, key: str) -> bytes: ...  # noqa: D102
@@ -49,7 +50,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Vote:
-    """What a node says when its transfer has ended.
+    """A node's word at the end of its transfer.
 
     Attributes:
         arrived: Whether it has the sum.
@@ -74,16 +75,16 @@ class Vote:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds for all nodes.
+    """The outcome of an exchange, which holds for all nodes.
 
     Attributes:
-        counted: Whether the exchange took place; if not, everybody's weights stay as they are.
+        counted: Whether the exchange took place; if not, the weights of all nodes stay as they are.
         contributing: How many nodes the sum is of.
         done: Whether no node has batches left.
         state: Size of the optimizers' state; -1 where they differ.
         broken: Node that sent numbers which are not finite, or ``SOUND``, or ``OVERFLOW``.
         figures: Agreed measurements.
-        alive: Nodes that go on.
+        alive: Nodes that go on; none if the store is lost.
         steps: The most that a node has trained, of those that are done.
     """
 
@@ -102,14 +103,14 @@ class Verdict:
         return self.counted and self.broken == SOUND
 
     def as_list(self) -> list[float]:
-        """As numbers, for ranks that do not speak with the store."""
+        """Return the verdict as numbers, for ranks that have no connection to the store."""
         f = self.figures
         head = [self.counted, self.contributing, self.done, self.state, self.broken, self.steps]
         return [float(x) for x in (*head, f.seconds, f.compute, f.loss, f.lr, f.work, *self.alive)]
 
     @staticmethod
     def from_list(numbers: Sequence[float]) -> Verdict:
-        """The inverse of :meth:`as_list`; negative numbers at the end are padding."""
+        """Return the verdict that :meth:`as_list` gave; negative numbers at the end are padding."""
         counted, contributing, done, state, broken, steps, seconds, compute, loss, lr, work, *alive = numbers
         figures = Figures(seconds, compute, loss, lr, work)
         nodes = tuple(int(node) for node in alive if node >= 0)
@@ -120,14 +121,18 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Members:
-    """Nodes that take part, and how often that has changed."""
+    """Nodes that take part, and how often these have changed."""
 
     nodes: tuple[int, ...]
     generation: int = 0
 
 
 class Connections:
-    """Connections to the store, one for each conversation: on a connection, waiting holds up everybody else.
+    """Connections to the store, one for each thread that talks at present.
+
+    A client of a TCPStore has one socket and one lock: while a thread waits for a key there, every other call on
+    that client waits too. A node with two exchanges under way could then not vote on the second before the verdict on
+    the first, which may be what the others wait for. So each vote is given a clone of the store.
 
     Args:
         connect: Makes one.
@@ -141,7 +146,7 @@ class Connections:
 
     @contextmanager
     def one(self) -> Iterator[Store]:
-        """A connection for one user at a time."""
+        """Context in which a connection belongs to one thread."""
         with self._lock:
             store = self._free.pop() if self._free else None
         if store is None:
@@ -153,7 +158,7 @@ class Connections:
                 self._free.append(store)
 
     def close(self) -> None:
-        """Lets go of all that are not in use."""
+        """Let go of all that are not in use."""
         with self._lock:
             self._free.clear()
 
@@ -161,7 +166,7 @@ class Connections:
 class Agreement:
     """This node's side of every vote.
 
-    Where the store cannot be reached, a call here may hang for long: have it made by :meth:`ask`.
+    A call may hang for long where the store cannot be reached: make it by :meth:`ask`, on a thread of its own.
 
     Args:
         stores: Connections to a store that all nodes reach.
@@ -179,7 +184,7 @@ class Agreement:
 
     @property
     def alive(self) -> tuple[int, ...]:
-        """Nodes that take part at present."""
+        """Nodes that take part."""
         return self.members.nodes
 
     @property
@@ -188,12 +193,12 @@ class Agreement:
         return (2.5 + _ROLL_CALL) * self._timeout
 
     def vote(self, number: int, vote: Vote, members: Members | None = None) -> Verdict:
-        """Says how exchange ``number`` ended here, and returns what holds for all.
+        """Tell how exchange ``number`` ended here, and return what holds for all.
 
         Args:
             number: Of the exchange.
-            vote: What this node says.
-            members: Those that took part when it was sent, if that may have changed since: two exchanges may be
+            vote: Of this node.
+            members: Nodes that took part when it was sent, if they may have changed since: two exchanges may be
                 under way, and when both fail nodes must not call the roll in different generations.
         """
         members = members or self.members
@@ -215,13 +220,13 @@ class Agreement:
         return counted if counted.counted else Verdict(False, alive=self.roll_call(members=members)[0])
 
     def use(self, stores: Connections) -> None:
-        """Votes from now on where nobody has voted yet."""
+        """Vote from now on in a part of the store without votes."""
         self._stores = stores
 
     def roll_call(
         self, step: int = 0, *, timeouts: float = _ROLL_CALL, members: Members | None = None
     ) -> tuple[tuple[int, ...], int]:
-        """Finds out which nodes are still there, those that answer in time, and the latest step one of them is at."""
+        """Return the nodes that answer in time, and the latest step that one of them is at."""
         members = members or self.members
         key = f"generation/{members.generation}"
         with _naming_lost_host(), self._stores.one() as store:
@@ -238,14 +243,14 @@ class Agreement:
         return tuple(here), latest
 
     def regrouped(self, alive: Sequence[int]) -> None:
-        """Told, on every rank, that from now on these nodes take part."""
+        """Note that from now on these nodes take part; called on every rank."""
         self.members = Members(tuple(alive), self.members.generation + 1)
 
     def leave(self, ranks: int, *, host: bool) -> None:
-        """Tells the rank that hosts the store that this one needs it no more; that one waits for all, but not long.
+        """Tell the rank that hosts the store that this one needs it no more; the host waits for all, but not long.
 
         Args:
-            ranks: How many there are.
+            ranks: Number of ranks that take part.
             host: Whether the store may live in this process.
         """
         with suppress(RuntimeError), self._stores.one() as store:
@@ -254,18 +259,18 @@ class Agreement:
                 _wait(lambda: store.add("left", 0) >= ranks, min(self._timeout, _LEAVING))
 
     def ask(self, question: Callable[[], T], *, name: str) -> Asked[T]:
-        """Asks a question to other nodes on a thread of its own, which is known here for as long as it runs."""
+        """Ask other nodes a question on a thread of its own, which is among the busy ones for as long as it runs."""
         asked = Asked(question, patience=self.patience, name=name)
         self._threads = [*self.busy, asked.thread]
         return asked
 
     @property
     def busy(self) -> list[Thread]:
-        """Threads that still ask."""
+        """Threads that wait for an answer."""
         return [thread for thread in self._threads if thread.is_alive()]
 
     def close(self) -> None:
-        """Lets go of the store."""
+        """Let go of the store."""
         self._stores.close()
 
 
@@ -274,7 +279,7 @@ def _judge(store: Store, key: str, verdict: Verdict) -> None:
 
 
 def _wait(ready: Callable[[], bool], seconds: float) -> bool:
-    """Polls, for what no single key tells."""
+    """Poll the store, for a condition that no single key tells; return whether it came true in time."""
     deadline, pause = time.monotonic() + seconds, _SHORTEST
     while not ready():
         if time.monotonic() > deadline:
@@ -323,7 +328,11 @@ def _naming_lost_host() -> AbstractContextManager[None]:
 
 
 class Asked(Generic[T]):
-    """A question to other nodes, asked on a thread of its own."""
+    """A question to other nodes, asked on a thread of its own.
+
+    A call to a store whose host is lost may not return, and cannot be cancelled: its thread is a daemon, which does not
+    hold up the end of the program.
+    """
 
     def __init__(self, question: Callable[[], T], *, patience: float, name: str) -> None:
         self._answer: list[T] = []
@@ -340,7 +349,7 @@ class Asked(Generic[T]):
         self.thread.start()
 
     def answer(self) -> T:
-        """Waits for it, but not for ever."""
+        """Wait for the answer, for a bounded time."""
         self.thread.join(self._patience)
         if self._answer:
             return self._answer[0]
