@@ -1,7 +1,11 @@
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gradweave.parallel.daso import transfer
+from gradweave.parallel.daso.consensus import Agreement, Connections, Vote
+from gradweave.parallel.daso.flat_buffers import Pool
 from played_streams import Races, as_if_on_a_gpu
 
 
@@ -38,3 +42,36 @@ def test_what_is_sent_aside_is_made_before_and_used_behind_it(monkeypatch):
             del total
     assert races.found == []
     assert list(races.streams.values()) == [7, 6]
+
+
+class Fails:
+    """A message that fails."""
+
+    def __init__(self, error):
+        self._error = error
+
+    def wait(self):
+        exec("def call():\n    raise error", names := {"__name__": "torch.distributed", "error": self._error})
+        names["call"]()
+
+
+@pytest.mark.parametrize("when", ["begins", "is waited for"])
+@pytest.mark.parametrize("kind", ["a device", "a peer"])
+def test_a_device_that_fails_in_a_transfer_is_no_lost_peer_and_others_hear_of_it(monkeypatch, when, kind):
+    error = {
+        "a device": torch.AcceleratorError("CUDA error: the launch timed out and was terminated"),
+        "a peer": RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection reset by peer"),
+    }[kind]
+    begin = (lambda *_, **__: Fails(error).wait()) if when == "begins" else (lambda *_, **__: Fails(error))
+    monkeypatch.setattr(dist, "all_reduce", begin)
+    store = dist.HashStore()
+    agreement = Agreement(Connections(lambda: store), node=0, nodes=range(1), timeout=5)
+    sent = transfer.Transfer(0, [torch.ones(3)], None, agreement, Vote(True), Pool())
+    if kind == "a device":
+        with pytest.raises(torch.AcceleratorError) as caught:
+            sent.result()
+        assert caught.value is error
+    else:
+        verdict = sent.result()
+        assert (verdict.counted, verdict.alive) == (False, (0,))
+    assert store.check(["exchange/0/0"]), "the node has voted"
