@@ -18,17 +18,20 @@ def is_distributed_tensor(tensor: torch.Tensor) -> bool:
 
 
 def default_store() -> Any:
-    """The store that the default process group was made with."""
+    """Return the store that the default process group was made with."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
 def part_of_default_store(name: str) -> Any:
-    """The same store, with keys of its own, over a connection on which waiting holds up nobody else."""
+    """Return a part of the default store, with keys of its own.
+
+    Its connection is a clone: a wait on the default store's own connection would hold up every other call there.
+    """
     return torch.distributed.PrefixStore(name, default_store().clone())  # type: ignore[attr-defined]
 
 
 def group_count() -> int:
-    """How many process groups this rank has made, or is in."""
+    """Return the number of process groups that this rank is in."""
     return len(torch.distributed.distributed_c10d._world.pg_names)
 
 
@@ -51,10 +54,12 @@ def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
 
 
 def end_group(group: Any) -> None:
-    """Ends a process group of one's own, which frees its connections and threads.
+    """End a process group of one's own, which frees its connections and threads.
 
     Nothing happens if the program has ended it, as ``destroy_process_group()`` does with all. Nor while there is one
-    that torch has named by how many groups there were: the next could get the same name, and find what is left of it.
+    that torch has named by the number of groups: the next could get a name for the second time, and find what is left
+    under it in the store. A technique ends its groups before the program ends the default group, while the store that
+    they were made with is still there.
     """
     names = torch.distributed.distributed_c10d._world.pg_names
     if group in names and all(name.isdecimal() for name in names.values()):

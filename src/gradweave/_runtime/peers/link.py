@@ -1,6 +1,6 @@
 """What a link between ranks does, measured in two patterns of messages: all-reduces, and a message there and back.
 
-Both are measured alike: the first exchange warms up connections, the median of a few more counts, and a slow link is
+Both are measured alike: the first exchange warms up connections, the fastest of a few more counts, and a slow link is
 used less often. On a CPU both also measure what messages take of the cores that compute, as the loss of a computation
 beside them: time that the kernel spends on a message, in whichever process, is part of that.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gradweave.schedule.links import Link
 
 _REPEATS = 5
-"""Exchanges of which the median counts: what delays a message now and then must not."""
+"""Exchanges of which the fastest counts: a rank that is woken up late by a busy machine says nothing of the link."""
 _MOST_SECONDS = 1.0
 """For all exchanges of one size; the first is made in any case."""
 _FLOAT = 4
@@ -91,13 +91,13 @@ def _all_reduce_seconds(group: dist.ProcessGroup | None, device: torch.device, e
         for work in [dist.all_reduce(message, group=group, async_op=True) for message in messages]:
             _wait(work)
 
-    seconds, repeats = _typical_seconds(exchange, group, device)
+    seconds, repeats = _least_seconds(exchange, group, device)
     return seconds / _AT_ONCE, repeats
 
 
 def _round_trip_seconds(group: dist.ProcessGroup | None, device: torch.device, size: int) -> tuple[float, int]:
     """Seconds of a message there and back, and how often it was sent."""
-    return _typical_seconds(_round_trip(group, device, size), group, device)
+    return _least_seconds(_round_trip(group, device, size), group, device)
 
 
 def _round_trip(group: dist.ProcessGroup | None, device: torch.device, size: int) -> Callable[[], None] | None:
@@ -119,10 +119,10 @@ def _round_trip(group: dist.ProcessGroup | None, device: torch.device, size: int
     return send_first if rank == 0 else receive_first
 
 
-def _typical_seconds(
+def _least_seconds(
     exchange: Callable[[], None] | None, group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[float, int]:
-    """Seconds of an exchange, the median of those after the first, and how many these were.
+    """Seconds of an exchange, the fastest of those after the first, and how many these were.
 
     The first counts if it took so long that it is the only one.
 
@@ -133,7 +133,7 @@ def _typical_seconds(
     """
     (first,) = _largest(group, device, _clocked(exchange, device))
     repeats = min(_REPEATS, int(_MOST_SECONDS / max(first, 1e-9)))
-    return (median(_clocked(exchange, device) for _ in range(repeats)), repeats) if repeats else (first, 1)
+    return (min(_clocked(exchange, device) for _ in range(repeats)), repeats) if repeats else (first, 1)
 
 
 def _clocked(exchange: Callable[[], None] | None, device: torch.device) -> float:
