@@ -10,9 +10,9 @@ import gradweave
 from gradweave.cli import app, main
 
 MAIN = "from gradweave.cli import main; main()"
-"""As the console script does."""
+"""The code of the console script."""
 SECONDS = 250
-"""More than the slowest machine takes to begin."""
+"""Longer than the slowest machine takes to start."""
 
 
 def run(monkeypatch, *arguments):
@@ -50,7 +50,7 @@ def test_a_defect_of_ours_is_not_hidden(monkeypatch):
 
 
 def start(*arguments, path="", **more):
-    """The command as a console script runs it: the current folder is not on the path."""
+    """Start the command like a console script: the current folder is not on the path."""
     environment = {**os.environ, **more.pop("env", {})}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(path), environment.get("PYTHONPATH"))))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **more}

@@ -10,7 +10,7 @@ from gradweave.schedule import Costs, plan, single
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Runs the command; returns its status, and what it has said."""
+    """Run the command; return its status, output and errors."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["gradweave", "plan", *arguments])

@@ -11,7 +11,7 @@ from gradweave.schedule import Costs, Link
 
 @pytest.fixture
 def gradweave(monkeypatch, capsys):
-    """Runs the command in this process; returns status, output and errors."""
+    """Run the command in this process; return status, output and errors."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["gradweave", *arguments])

@@ -13,7 +13,7 @@ from gradweave.compare.workloads import WORKLOADS, Workload
 from gradweave.errors import ArgumentError, GradweaveError
 
 together = pytest.mark.xdist_group("comparison")
-"""In one process, so that the comparison is made once."""
+"""Tests in one process, so that the comparison is made once."""
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +228,7 @@ def small():
 
 
 class Spoilt(nn.Module):
-    """Gives what is no number from a call on."""
+    """Returns NaN after a number of calls."""
 
     def __init__(self, calls):
         super().__init__()

@@ -83,7 +83,7 @@ def test_what_is_not_finite_is_said_and_is_never_near(losses, message):
     assert broken.as_dict()["largest_difference"] is None
 
 
-def test_rules_are_compared_at_their_rates_which_nobody_tuned():
+def test_rules_are_compared_at_rates_that_are_not_tuned():
     said = verdict(row("eva", 0.3, lr=0.04, losses=(0.5,) * 10))
     assert (
         "after 10 steps fused has a loss of 1 (adamw, lr 0.01) and, by another rule, eva 0.5 (lr 0.04, at 1.000x"

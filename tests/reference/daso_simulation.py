@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class Node:
-    """One node's model, optimizer and, while something is under way, what it has sent."""
+    """One node's model, optimizer and, during an exchange, the weights that it has sent."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, ranks: list[int]) -> None:
         self.model, self.optimizer, self.ranks = model, optimizer, ranks
@@ -29,7 +29,7 @@ class Node:
             at += p.numel()
 
     def gradient(self, loss_of: Callable[[nn.Module, int, int], torch.Tensor], step: int) -> None:
-        """The mean of its ranks' gradients."""
+        """Return the mean of its ranks' gradients."""
         totals = [torch.zeros_like(p) for p in self.model.parameters()]
         for rank in self.ranks:
             gradients = torch.autograd.grad(loss_of(self.model, rank, step), list(self.model.parameters()))
@@ -53,7 +53,7 @@ def make_nodes(nodes: int, places: int, make_model: Callable, make_optimizer: Ca
 def simulate_delta(
     nodes: list[Node], loss_of: Callable, *, steps: int, every: int, wait: int, payload: torch.dtype
 ) -> list[list[torch.Tensor]]:
-    """Weights of every node after every step."""
+    """Return the weights of every node after every step."""
     anchor = nodes[0].x
     under_way: tuple[int, list[torch.Tensor]] | None = None
     seen = []
@@ -94,9 +94,9 @@ def simulate_paper(
     losses: list[float],
     most: int = 8,
 ) -> tuple[list[list[torch.Tensor]], list[tuple[int, int]]]:
-    """The published rules; weights after every step and epoch, and B and W in every epoch.
+    """Return weights after every step and epoch, and B and W in every epoch, by the published rules.
 
-    ``losses`` are what each epoch's loss is taken to be, for the plateau rule.
+    ``losses`` stand for the loss of each epoch in the plateau rule.
     """
     b, w, best, bad = 4, 1, float("inf"), 0
     seen, rhythm, step = [], [], 0

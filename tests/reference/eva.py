@@ -8,18 +8,18 @@ import torch.nn.functional as F
 
 
 def linear_rows(x):
-    """A linear layer's input or output gradient: samples, places, columns."""
+    """Return a linear layer's input or output gradient: samples, places, columns."""
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def conv_rows(x, module):
-    """The patches of a Conv2d without groups: samples, places, columns."""
+    """Return the patches of a Conv2d without groups: samples, places, columns."""
     unfolded = F.unfold(x, module.kernel_size, dilation=module.dilation, padding=module.padding, stride=module.stride)
     return unfolded.transpose(1, 2)
 
 
 def output_rows(g):
-    """A Conv2d's output gradient: samples, places, channels."""
+    """Return a Conv2d's output gradient: samples, places, channels."""
     return g.flatten(2).transpose(1, 2)
 
 
@@ -35,7 +35,7 @@ def joined(weight_grad, bias_grad):
 
 
 def explicit_joint(G, a, b, damping):
-    """(b bᵀ ⊗ a aᵀ + damping I)⁻¹ applied to G, by solving with the whole matrix."""
+    """Return (b bᵀ ⊗ a aᵀ + damping I)⁻¹ G, by solving with the whole matrix."""
     whole = torch.kron(torch.outer(b, b), torch.outer(a, a)) + damping * torch.eye(G.numel(), dtype=G.dtype)
     return torch.linalg.solve(whole, G.reshape(-1)).reshape(G.shape)
 
@@ -65,14 +65,14 @@ def normalizer(directions, gradients):
 
 
 def sgd(p, grad, buffer, lr, momentum, weight_decay):
-    """torch.optim.SGD: decay is added to the gradient, then momentum; returns weight and buffer."""
+    """Step as torch.optim.SGD: decay is added to the gradient, then momentum; return weight and buffer."""
     grad = grad + weight_decay * p
     buffer = grad if buffer is None else momentum * buffer + grad
     return p - lr * buffer, buffer
 
 
 def shampoo_port_momentum(p, grad, buffer, lr, momentum, weight_decay):
-    """The Nesterov step of the authors' Eva-s, whose look-ahead overwrites the buffer."""
+    """Step as the Nesterov momentum of the authors' Eva-s, whose look-ahead overwrites the buffer."""
     grad = grad + weight_decay * p
     buffer = torch.zeros_like(grad) if buffer is None else buffer
     buffer = momentum * buffer + grad
@@ -81,13 +81,13 @@ def shampoo_port_momentum(p, grad, buffer, lr, momentum, weight_decay):
 
 
 def mode_means(G):
-    """For each mode, the mean over the others."""
+    """Return, for each mode of a tensor, the mean over the others."""
     dims = range(G.dim())
     return [G.mean(dim=[d for d in dims if d != mode]) for mode in dims]
 
 
 def explicit_modes(G, vectors, damping):
-    """G less its contraction with all v vᵀ, over damping plus the product of their squares; times damping."""
+    """Return G less its contraction with all v vᵀ, over damping plus the product of their squares; times damping."""
     outer = vectors[0]
     for v in vectors[1:]:
         outer = outer[..., None] * v
@@ -98,12 +98,12 @@ def explicit_modes(G, vectors, damping):
 
 
 class SlowTraining:
-    """Trains linear layers and Conv2d without groups by one of the authors' rules, keeping everything it sees.
+    """Trains linear layers and Conv2d without groups by one of the authors' rules, keeping all inputs and gradients.
 
     Args:
-        model: Of such layers, and nothing else with parameters.
+        model: A model with parameters in such layers only.
         rule: "eva", "eva-f" or "eva-s".
-        reference: Whether as the authors' code has it, or as it was published.
+        reference: Follow the authors' code instead of the publication.
     """
 
     def __init__(self, model, rule, *, reference, lr, damping, momentum=0.9, weight_decay=0.0, average=0.95, clip=1e-3):
@@ -120,7 +120,7 @@ class SlowTraining:
         y.register_hook(lambda g: self.gradients.__setitem__(layer, g))
 
     def _vectors(self, layer):
-        """The running averages of a and b, after this step."""
+        """Return the running averages of a and b, after this step."""
         x, g = self.seen[layer], self.gradients[layer]
         samples = 16 if self.reference else None
         batch = len(x)

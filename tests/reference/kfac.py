@@ -1,4 +1,4 @@
-"""K-FAC with every matrix written out, as Martens and Grosse state it (arXiv 1503.05671, algorithm 2)."""
+"""K-FAC with every matrix written out, after Martens and Grosse (arXiv 1503.05671, algorithm 2)."""
 
 import math
 
@@ -12,13 +12,13 @@ def joined(tensors):
 
 
 class SlowKFAC:
-    """Of models of linear layers with biases, each applied once; other parameters have a diagonal.
+    """K-FAC for models of linear layers with biases, each applied once; other parameters have a diagonal.
 
     Args:
-        model: Trained in place, in double precision.
-        likelihood: Gives losses, and the gradients of drawn targets.
-        hessian: The loss' second derivatives by flat outputs, as a matrix.
-        options: K-FAC's.
+        model: The model, trained in place, in double precision.
+        likelihood: Likelihood with losses and gradients of drawn targets.
+        hessian: Returns the second derivatives of the loss by flat outputs, as a matrix.
+        options: Options of K-FAC.
     """
 
     def __init__(self, model, likelihood, hessian, **options):
@@ -38,7 +38,7 @@ class SlowKFAC:
         return self.likelihood.loss(self.model(x), y) + self.eta / 2 * weights @ weights
 
     def fisher(self, x):
-        """The whole Fisher matrix of some cases."""
+        """Return the whole Fisher matrix of some cases."""
         jacobian = jacrev(lambda params: functional_call(self.model, params, (x,)).reshape(-1))(self.params)
         J = torch.cat([jacobian[name].reshape(len(self.hessian(self.model(x))), -1) for name in self.params], 1)
         return (J.t() @ self.hessian(self.model(x)) @ J).detach()
@@ -53,7 +53,7 @@ class SlowKFAC:
         return torch.cat((caught[0].flatten(0, -2), torch.ones(caught[0][..., 0].numel(), 1).double()), 1)
 
     def update_factors(self, x):
-        """Averages of outer products, case by case: a bias' gradient is that of its layer's output."""
+        """Return averages of outer products, case by case: a bias' gradient is that of its layer's output."""
         keep = min(1 - 1 / self.k, self.options["decay"])
         outputs = self.model(x)
         drawn = self.likelihood.sampled_gradient(outputs.detach(), self.generator)
@@ -75,7 +75,7 @@ class SlowKFAC:
                 self.factors[name] = keep * self.factors.get(name, torch.zeros_like(p)) + (1 - keep) * cases * g**2
 
     def inverse(self, gamma):
-        """The inverses of the layers' blocks."""
+        """Return the inverses of the layers' blocks."""
         made = {}
         for name in self.layers:
             A, B = self.factors[name]

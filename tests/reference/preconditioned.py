@@ -1,10 +1,10 @@
-"""Shampoo with Adam's grafting and SOAP, written out slowly from all gradients that have come."""
+"""Shampoo with Adam's grafting and SOAP, written out slowly from all gradients so far."""
 
 import torch
 
 
 def averaged(history, beta):
-    """The running average of some tensors, corrected for having begun at zero."""
+    """Return the running average of some tensors, corrected for its start at zero."""
     weights = [(1 - beta) * beta ** (len(history) - 1 - at) for at in range(len(history))]
     return sum(w * one for w, one in zip(weights, history, strict=True)) / (1 - beta ** len(history))
 
@@ -19,7 +19,7 @@ def adam_step(history, betas, eps):
 
 
 def shampoo(W, gradients, *, lr, betas, shampoo_beta, eps, root_eps, weight_decay, refresh, sides=(0, 1)):
-    """A matrix after steps along given gradients."""
+    """Return a matrix after steps along given gradients."""
     roots = {side: torch.eye(W.shape[side], dtype=W.dtype) for side in sides}
     for t in range(1, len(gradients) + 1):
         seen = gradients[:t]
@@ -38,7 +38,7 @@ def shampoo(W, gradients, *, lr, betas, shampoo_beta, eps, root_eps, weight_deca
 
 
 def soap(W, gradients, *, lr, betas, eps, weight_decay, refresh):
-    """A matrix after steps along given gradients; bases of both sides act on the flat gradient as one large matrix."""
+    """Return a matrix after steps along given gradients; both bases act on the flat gradient as one large matrix."""
     beta = betas[1]
     L, R = ((1 - beta) * product for product in (gradients[0] @ gradients[0].t(), gradients[0].t() @ gradients[0]))
     bases = [torch.linalg.eigh(moment)[1].flip(1) for moment in (L, R)]

@@ -1,13 +1,13 @@
-"""A simulator that looks at every lane in every tick: slow, and simple enough to believe.
+"""A simulator that looks at every lane in every tick: slow, and simple enough to be believed.
 
-For whole-number costs, and devices with one stream each.
+It needs whole-number costs, and devices with one stream each.
 """
 
 from gradweave.schedule import Discipline, Schedule
 
 
 def simulate_by_ticks(schedule: Schedule) -> dict[int, tuple[int, int]]:
-    """Start and end tick of every task; raises RuntimeError on deadlock."""
+    """Return the start and end tick of every task; raise RuntimeError on deadlock."""
     tasks = schedule.graph.tasks
     needs = {i: set(needs) for i, needs in enumerate(schedule.graph.needs)}
     for task, earlier in schedule.waits:

@@ -80,7 +80,7 @@ def graphs(draw, family: Family) -> TaskGraph:
 
 @st.composite
 def schedules(draw, *, whole_seconds: bool = False, one_stream_per_device: bool = False) -> Schedule:
-    """Any acyclic graph on a few devices and links, in an order that may deadlock with no other."""
+    """Draw any acyclic graph on a few devices and links, in lanes that cannot deadlock."""
     count = draw(st.integers(1, 14))
     durations = st.integers(0, 4).map(float) if whole_seconds else seconds
     resources = [f"resource{i}" for i in range(draw(st.integers(1, 3)))]

@@ -92,7 +92,7 @@ def test_there_must_be_something_to_draw(tmp_path):
 
 
 def measured_like(predicted, factor):
-    """A timeline as a recorder gives it: other lane names, and another speed."""
+    """Return a timeline like a recorder's: with other lane names, at another speed."""
     spans = tuple(
         s._replace(lane=s.lane.replace("gpu0", "cpu"), start=s.start * factor, end=s.end * factor)
         for s in predicted.spans

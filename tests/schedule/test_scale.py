@@ -1,4 +1,4 @@
-"""Large scenarios stay quick, measured against plain Python of the same process: machines are of many speeds."""
+"""Large scenarios stay quick, measured against plain Python of the same process, since machines differ in speed."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 
 LIMIT = 4.0
-"""In turns that make and sort as many small objects as there are tasks, four times over."""
+"""Most time of a scenario, in turns that make and sort as many small objects as there are tasks, four times over."""
 PIPELINE = "pipeline(Costs.uniform(16 * {size}), stages=16, microbatches=64)"
 REPLICAS = "data_parallel(network('resnet50'), replicas=1024, link=Link(12.5e9, 5e-6), steps=6)"
 NODES = "hierarchical(network('resnet50'), nodes=1024, local_ranks=8, link=Link(12.5e9, 5e-6), steps=12)"

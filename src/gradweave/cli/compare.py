@@ -94,7 +94,15 @@ def _print(result: Comparison) -> None:
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
     table.title = escape(result.title)
     table.add_column("mode", no_wrap=True, min_width=max(len(row.label) for row in result.results))
-    columns = ["lr", "ms/step", "F/B/U ms", "per s", *(["memory"] if has_memory else []), "speed-up [95%]", "training"]
+    columns = [
+        "lr",
+        "ms/step",
+        "F/B/U ms",
+        "samples/s",
+        *(["memory"] if has_memory else []),
+        "speed-up [95%]",
+        "training",
+    ]
     rows = [_cells(row, has_memory) for row in result.results]
     for index, column in enumerate(columns):
         width = max(len(column), *(len(cells[index]) for cells in rows))
@@ -117,7 +125,7 @@ def _cells(row: Result, has_memory: bool) -> list[str]:
         f"{row.learning_rate:g}",
         f"{row.milliseconds[1]:.2f}",
         "/".join(f"{part[1]:.1f}" for part in row.parts.values()) or "all in one",
-        f"{row.throughput:.4g}",
+        f"{row.throughput:,.0f}" if row.throughput >= 100 else f"{row.throughput:.3g}",
         *([bytes_text(row.peak_bytes or 0)] if has_memory else []),
         f"{ratio.value:.3f}x [{ratio.low:.2f}, {ratio.high:.2f}]",
         row.sameness,

@@ -223,7 +223,8 @@ def environment(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
-        name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        name = f"{platform.processor() or platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"
     return {
         "gradweave": gradweave.__version__,
         "torch": torch.__version__,

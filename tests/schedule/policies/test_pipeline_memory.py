@@ -1,4 +1,4 @@
-"""How many micro-batches the pipeline policies keep in flight."""
+"""Micro-batches that the pipeline policies keep in flight."""
 
 import pytest
 
@@ -10,7 +10,7 @@ INPUTS_ONLY = Costs((LayerCost("layer", 1, 1, 1, input_bytes=1),) * STAGES)
 
 
 def in_flight(policy, **options):
-    """Most inputs kept at once on each stage."""
+    """Return the most inputs kept at once on each stage."""
     graph = pipeline(INPUTS_ONLY, stages=STAGES, microbatches=MICROBATCHES)
     timeline = plan(graph, policy=policy, **options).simulate()
     return [max(size for _, size in timeline.memory[f"gpu{stage}"]) for stage in range(STAGES)]

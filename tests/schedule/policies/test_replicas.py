@@ -1,4 +1,4 @@
-"""Data-parallel policies: what the barrier, the order and the link are worth."""
+"""Data-parallel policies: the effects of the barrier, the order and the link."""
 
 import pytest
 
