@@ -1,6 +1,6 @@
-"""Compiles the kernels for an H200, without one, as steps would launch them, and looks at how they read gradients.
+"""Compiles the kernels for an H200, without one, as steps would launch them, and checks which accesses are wide.
 
-Call it with the type of the layers whose sums are compiled.
+Its argument is the precision of the layers whose sums are compiled.
 """
 
 import re
@@ -26,7 +26,7 @@ MODULES = (launch_triton, step_triton, first_order_triton, sums_triton)
 
 
 class NoGpu:
-    """As much of a driver as compiling takes."""
+    """The part of a driver that compiling needs."""
 
     def get_current_device(self):
         return 0
@@ -39,7 +39,7 @@ class NoGpu:
 
 
 class Launch:
-    """A kernel whose launches compile it, with the types and alignments of real arguments, and no more."""
+    """A kernel whose launches only compile it, for the types and alignments of real arguments."""
 
     def __init__(self, name, seen):
         self.kernel = next(getattr(module, name) for module in MODULES if hasattr(module, name))
@@ -69,7 +69,7 @@ def wide_accesses(ptx):
 
 
 def take_steps(cls, lr, first_order):
-    """Two steps with other addresses, of which some are not aligned."""
+    """Take two steps at different addresses, of which some are not aligned."""
     layers = [nn.Linear(300, 70), nn.Linear(64, 50), nn.Linear(9, 5), nn.Linear(301, 3), nn.LayerNorm(64)]
     model = nn.ModuleList([*layers, nn.LayerNorm(9), nn.ConvTranspose2d(4, 4, 3)])
     optimizer = cls(model, lr=lr, first_order=first_order)
@@ -79,8 +79,8 @@ def take_steps(cls, lr, first_order):
         optimizer.step()
 
 
-def catch(dtype):
-    """Layers whose channels are wide and narrow, as they lie in memory behind each other and otherwise."""
+def sum_layers(dtype):
+    """Run layers of many and of few channels, next to each other in memory and not."""
     layers = [
         nn.Conv2d(64, 32, 3, padding=1),
         nn.Conv2d(32, 16, 1),
@@ -108,10 +108,10 @@ def main(dtype):
         assert any(loads for loads, _ in wide), name
         assert name.startswith("measure") or any(stores for _, stores in wide), name
         assert not all(loads for loads, _ in wide), name
-    catch(dtype)
+    sum_layers(dtype)
     for name in ("sum_one", "sum_many", "add_samples"):
         assert any(re.search(r"ld\.global[^;]*\.v4|cp\.async\.cg[^;]*16", ptx) for ptx in kernels.of(name)), name
-    # Addresses and places in tables are no reason to compile anew.
+    # Addresses and places in tables are no reason to compile again.
     assert len(kernels.of("write_addresses")) == 1
     assert len(kernels.of("measure_tiles")) == 4, len(kernels.of("measure_tiles"))
     assert len(kernels.of("measure_chunks")) == 2

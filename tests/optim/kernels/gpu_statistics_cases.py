@@ -27,7 +27,7 @@ rounds = [1]
 
 @pytest.fixture(autouse=True, params=[1, 2], ids=["at first", "later"])
 def kernels_on_the_cpu(monkeypatch, request):
-    """Kernels run, and memory that nobody has written to is not a number; in the first step, and behind others."""
+    """Run kernels, in the first step and in a later one; uninitialized memory is filled with NaN."""
     calls.clear()
     rounds[0] = request.param
     original = gpu_statistics.observe_call
@@ -49,7 +49,7 @@ def set_capturing(monkeypatch, *, capturing):
 
 
 def records_of(model, cls, backward, *, with_kernels, options=None):
-    """What a model's layers have caught after a backward of its copy."""
+    """Return the records of a model's layers after a backward of its copy."""
     model = copy.deepcopy(model)
     optimizer = cls(model, **(options or {}))
     gpu_statistics.has_kernels = lambda _: with_kernels
@@ -177,7 +177,7 @@ def test_as_often_as_gradients_are(cls):
 
 
 class InPlace(nn.Module):
-    """Changes what comes out of it, and maybe what has gone in."""
+    """A layer whose output, or input, is changed in place after its call."""
 
     def __init__(self, layer, change):
         super().__init__()
@@ -275,7 +275,7 @@ def test_other_default_types_and_negative_views(cls):
 
 @every
 def test_two_graphs_whose_layers_are_alike(cls, monkeypatch):
-    """What one graph reads is not what steps of another layer of its shape write."""
+    """A graph reads tables that eager backwards of another layer of that shape do not write."""
     model = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)])
     optimizer = cls(model)
     x = torch.randn(5, 4)
@@ -395,7 +395,7 @@ def test_zero_grad_drops_what_was_caught_and_a_state_dict_has_it(cls):
 
 @every
 def test_a_graph_that_is_captured_before_a_step_like_it(cls, monkeypatch):
-    """Nothing is made for it then: its sums are added up by torch's operations."""
+    """There are no tables for it yet: sums are added up by torch's operations."""
     model = make_mlp()
     x = torch.randn(6, model[0].in_features)
 
@@ -436,7 +436,7 @@ def test_an_attentions_output_projection(cls, options, batch_first):
 
 
 class Taken(nn.Module):
-    """A layer whose calls are put together as a test says."""
+    """Two layers whose calls a test puts together."""
 
     def __init__(self, how):
         super().__init__()
@@ -524,7 +524,7 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("bound", [1, 300, 1 << 20])
 @pytest.mark.parametrize("change", [lambda _: None, lambda given: given.detach().mul_(3)], ids=["left", "changed"])
 def test_inputs_that_autograd_does_not_keep(bound, change, monkeypatch):
-    """What is always changed in place is found out, and is added up before that."""
+    """Inputs that are always changed in place are found out, and then added up before that."""
     monkeypatch.setattr(gpu_statistics, "_MAX_RETAINED_BYTES", bound)
     x = torch.randn(5, 8)
     for count in (1, 2, 3):
@@ -534,7 +534,7 @@ def test_inputs_that_autograd_does_not_keep(bound, change, monkeypatch):
 
 @pytest.mark.parametrize("change", [lambda _: None, lambda given: given.detach().mul_(3)], ids=["left", "changed"])
 def test_copies_that_autocast_has_made_are_read_in_place_of_inputs(change, monkeypatch):
-    """They are what layers were applied to, whatever becomes of inputs; nothing is held for them."""
+    """Layers were applied to them, whatever becomes of the inputs; nothing is retained for them."""
     monkeypatch.setattr(gpu_statistics, "_MAX_RETAINED_BYTES", -1)
     monkeypatch.setattr(gpu_statistics.LayerCall, "sum_alone", lambda _: pytest.fail("added up by itself"))
     x = torch.randn(4, 5, 8)
@@ -557,7 +557,7 @@ def test_copies_of_convolutions_and_of_some_samples(samples, dtype):
 
 @every
 def test_backwards_that_give_the_weight_nothing(cls):
-    """Neither the attack on an input nor weights that somebody else gives are counted."""
+    """Neither the attack on an input nor a call with other weights counts."""
     model = make_mlp()
     x = torch.randn(5, model[0].in_features, requires_grad=True)
 

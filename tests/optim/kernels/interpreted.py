@@ -1,4 +1,4 @@
-"""Triton's interpreter, made ready: import this before any kernel; TRITON_INTERPRET=1 must be set already."""
+"""Triton's interpreter, prepared for tests: import this before any kernel, with TRITON_INTERPRET=1 set."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ _patched = interpreter._patch_lang_tensor
 
 
 def _patch_lang_tensor(tensor, scope):
-    """As Triton's, for a numpy that makes no number of an array of one element unless it is told to."""
+    """As Triton's, and for a numpy that no longer converts arrays of one element to a number by itself."""
     _patched(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
@@ -27,7 +27,7 @@ interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
 class _Lasting(interpreter._LangPatchScope):
-    """Changes that are not taken back: nothing is compiled in this process."""
+    """Patches of Triton's language that stay: nothing is compiled in this process."""
 
     def restore(self):
         pass
@@ -39,7 +39,7 @@ interpreter._LangPatchScope = _Lasting
 
 
 def _patch_lang_once(fn):
-    """As Triton's, which looks through its language again in each launch and each call of a function."""
+    """As Triton's, which patches its language again at each launch and each call of a function."""
     languages = frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
     if languages not in _prepared:
         _prepared.add(languages)
@@ -57,7 +57,7 @@ _set_attr = interpreter.TensorHandle.set_attr
 
 
 def _set_true_attr(self, name, values):
-    """As Triton's, for hints that hold: a compiler that relies on others reads from misaligned addresses."""
+    """As Triton's, after checking that a hint holds: compiled code that relies on it would read misaligned memory."""
     if name == "tt.divisibility":
         assert (self.data.astype(np.int64) % int(values[0]) == 0).all(), f"{self.data} is no multiple of {values[0]}"
     _set_attr(self, name, values)
@@ -66,7 +66,7 @@ def _set_true_attr(self, name, values):
 interpreter.TensorHandle.set_attr = _set_true_attr
 
 
-# On a GPU the larger of a number and what is not one is the number, also where a whole tensor is reduced.
+# On a GPU the maximum of a number and NaN is the number, in reductions too.
 interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 interpreter.InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, np.fmin)
 
@@ -75,7 +75,7 @@ _create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _create_true_dot(self, a, b, *rest):
-    """As Triton's, which takes the bits of bfloat16 for whole numbers."""
+    """As Triton's, which takes bfloat16 for its bits, as whole numbers."""
 
     def wide(x):
         if x.dtype.scalar != tl.bfloat16:
@@ -90,11 +90,11 @@ interpreter.InterpreterBuilder.create_dot = _create_true_dot
 
 
 _earlier = []
-"""Tensors that were there when objects were last frozen, weakly."""
+"""Weak references to the tensors there were when objects were last frozen."""
 
 
 def _tensors():
-    """All tensors there are; objects of modules, of which there are a million, are looked through only once."""
+    """Return all tensors; a million objects of modules are looked through only once."""
     if not _earlier:
         gc.unfreeze()  # what was frozen before has not been looked through
     objects = gc.get_objects()
@@ -109,7 +109,7 @@ def _tensors():
 
 
 class _Launch:
-    """What the programs of one launch touch."""
+    """The memory that the programs of one launch touch."""
 
     def __init__(self):
         tensors = _tensors()
@@ -119,7 +119,7 @@ class _Launch:
         self.touched = {"load": [], "store": []}
 
     def touch(self, what, pointers, mask):
-        """Notes the addresses that a program reads or writes; all of them must belong to a tensor."""
+        """Note the addresses that a program reads or writes; all of them must belong to a tensor."""
         size = pointers.get_element_ty().primitive_bitwidth // 8
         addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.int64)
         found = np.searchsorted(self.starts, addresses, side="right") - 1
@@ -127,7 +127,7 @@ class _Launch:
         self.touched[what].append((interpreter.interpreter_builder.grid_idx[0], addresses.tolist()))
 
     def check(self, name):
-        """Programs of one launch run at once: none may touch what another one writes."""
+        """Check that no program touches what another one writes: on a GPU they run at once."""
         writers = {}
         for program, addresses in self.touched["store"]:
             for address in addresses:
@@ -139,7 +139,7 @@ class _Launch:
 
 @contextmanager
 def watched():
-    """Context in which kernels may touch nothing but tensors, and programs nothing that others write."""
+    """Context in which kernels may touch nothing but tensors, and programs nothing that others of the launch write."""
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, run = builder.create_masked_load, builder.create_masked_store, executor.__call__
     launches = []

@@ -28,7 +28,7 @@ SMALL = BlockSizes(
 
 @pytest.fixture(autouse=True)
 def kernels_on_the_cpu(monkeypatch):
-    """Kernels run, small layers have output vectors, and memory that nobody has written to is not a number."""
+    """Run kernels; small layers have output vectors, and uninitialized memory is filled with NaN."""
     monkeypatch.setattr("gradweave.optim.eva.FEWEST_OUTPUTS", 2)
     before, kernel_step.has_kernels = kernel_step.has_kernels, lambda _: True
     torch.use_deterministic_algorithms(True)
@@ -49,7 +49,7 @@ class with_blocks:
 
 
 def give(model, optimizer, slow, slow_optimizer, seed, *, loss_scale=1.0):
-    """The same random gradients and records for both, of which the slow one is in double precision."""
+    """Give both models the same random gradients and records, in float64 for the slow one."""
     generator = torch.Generator().manual_seed(seed)
     for p, q in zip(model.parameters(), slow.parameters(), strict=True):
         p.grad = torch.randn(p.shape, generator=generator).contiguous(memory_format=order_of(p)) * loss_scale
@@ -81,7 +81,7 @@ def close(one, other, tolerance, name):
 
 
 def compare(make, cls, steps=2, blocks=SMALL, prepare=None, tolerance=1e-5, loss_scale=1.0, **options):
-    """Some steps of random gradients with kernels and, in double precision, without."""
+    """Take steps with random gradients, with kernels and, in float64, without; compare everything."""
     torch.manual_seed(0)
     model = make()
     slow = copy.deepcopy(model).double()
@@ -135,7 +135,7 @@ def test_steps_of_layers_of_any_shape(layers, name, decay, steps):
 
 @every
 def test_programs_keep_to_themselves(cls):
-    """Nothing outside of tensors is touched, and nothing that two programs of a launch could touch at once."""
+    """They touch nothing outside of tensors, and write nothing that another program of the launch touches."""
     layers = [("linear", 17, 9, True), ("last", 2, 3, 2, 3, True), ("transposed", 2, 3, 2, 2, True)]
     with watched() as launches:
         compare(lambda: nn.Sequential(*map(layer_of, layers), nn.MultiheadAttention(6, 2)), cls, steps=1)
@@ -219,7 +219,7 @@ def _scaled(scale):
 
 
 def test_gradients_of_zeros_at_first_and_later():
-    """A layer that was not used leaves no vector behind, and loses none."""
+    """A layer that was not used gets no vector, and loses none."""
 
     def prepare(optimizer, step):
         if step != 1:
@@ -351,7 +351,7 @@ def test_layers_without_gradients_and_vectors_of_zeros():
 
 
 def test_a_captured_step_has_addresses_of_its_own(monkeypatch):
-    """As if captured: it leaves the table of eager steps alone, and needs a step like it to have run before."""
+    """As if captured: it does not write the table of eager steps, and is refused before a step like it has run."""
     model, other = make_mlp(), make_mlp()
     optimizer, stock = EvaF(model), EvaF(other)
 
@@ -376,7 +376,7 @@ def test_a_captured_step_has_addresses_of_its_own(monkeypatch):
     kept.append(step(capturing=False))
 
 
-def test_ranks_exchange_what_they_caught_before_it_is_used(monkeypatch):
+def test_ranks_average_their_records_before_these_are_used(monkeypatch):
     model, other = make_mlp(), make_mlp()
     optimizer, stock = EvaF(model), EvaF(other, foreach=True)
     for one in (optimizer, stock):
@@ -392,7 +392,7 @@ def test_ranks_exchange_what_they_caught_before_it_is_used(monkeypatch):
 
 
 def double_places(optimizer):
-    """As if another rank had as many rows, all of zeros."""
+    """Pretend that another rank had as many rows, all of zeros."""
     for state in optimizer.state.values():
         if "record" in state:
             state["record"][state["input_vector"].numel()] *= 2

@@ -1,4 +1,4 @@
-"""On a GPU: nothing waits for it, steps can be captured, and kernels of our own give what torch's operations give."""
+"""On a GPU: the host does not wait, steps can be captured, and kernels agree with torch's operations."""
 
 import copy
 
@@ -28,7 +28,7 @@ def use_kernels(monkeypatch, *, enabled):
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["torch", "kernels"])
 def kernels(request, monkeypatch):
-    """Whether steps are taken in kernels of our own."""
+    """Whether kernels of our own run."""
     if not request.param:
         use_kernels(monkeypatch, enabled=False)
     return request.param
@@ -181,7 +181,7 @@ def test_a_state_dict_that_was_on_the_cpu(cls):
 
 
 def records_after(model, cls, x, dtype, monkeypatch, *, with_kernels):
-    """What a model's layers have caught after a backward of its copy."""
+    """Return the records of a model's layers after a backward of its copy."""
     use_kernels(monkeypatch, enabled=with_kernels)
     model = copy.deepcopy(model)
     optimizer = cls(model)

@@ -1,4 +1,4 @@
-"""Tables of a step: tiles and chunks cover every element once, and scratch memory is nobody's twice."""
+"""Tables of a step: tiles and chunks cover every element once, and scratch memory has one purpose."""
 
 import torch
 from hypothesis import given

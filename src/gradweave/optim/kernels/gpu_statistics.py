@@ -34,7 +34,14 @@ from gradweave._compat.eager import (
     version_of,
     watchers,
 )
-from gradweave.optim.kernels.launch import AddressTable, has_kernels, is_capturing, on_device, triton_module
+from gradweave.optim.kernels.launch import (
+    VECTORIZED_BYTES,
+    AddressTable,
+    has_kernels,
+    is_capturing,
+    on_device,
+    triton_module,
+)
 from gradweave.optim.kernels.sums import (
     RowLayout,
     SumFunction,
@@ -47,7 +54,6 @@ from gradweave.optim.kernels.sums import (
 from gradweave.optim.kernels.sums_tables import (
     RECORD_COLUMNS,
     SPLITS_AT_ONCE,
-    VECTORIZED_BYTES,
     BatchedSum,
     Operand,
     SumShape,
@@ -72,7 +78,7 @@ _V = TypeVar("_V")
 
 
 class LayerPlan:
-    """What is done with calls of one layer whose inputs and outputs are alike.
+    """How to add up calls of one layer whose inputs and outputs are alike.
 
     Args:
         tap: The layer's hook.
@@ -169,13 +175,13 @@ class LayerCall:
 
     Args:
         tap: The layer's hook.
-        plan: What is done with its input.
+        plan: How to add up its input.
         x: The input, detached.
         output: Which output of the node is the layer's.
         is_apart: Whether the weight's gradient is computed apart from backward.
 
     Attributes:
-        plan: What is done with its input.
+        plan: How to add up its input.
         stream: Number of the stream that it ran on.
         x: The input, while it waits.
         sums: The memory of the input's sums, and where they begin in it.
@@ -228,7 +234,7 @@ class LayerCall:
 
 
 class CallSums(NamedTuple):
-    """What one backward through a call gave."""
+    """Sums of one backward through a call."""
 
     tap: Tap
     plan: LayerPlan
@@ -240,7 +246,7 @@ class CallSums(NamedTuple):
 
 
 def observe_call(tap: Tap, x: torch.Tensor, y: torch.Tensor, *, is_alone: bool, is_apart: bool) -> bool:
-    """Have backward count what a layer's vectors are made of; return False where kernels do not apply.
+    """Have backward add up what a layer's vectors are made of; return False where kernels do not apply.
 
     Every layer of every forward comes here: the usual case is checked first, and in few calls.
 
@@ -248,7 +254,7 @@ def observe_call(tap: Tap, x: torch.Tensor, y: torch.Tensor, *, is_alone: bool, 
         tap: The layer's hook.
         x: Its input.
         y: Its output.
-        is_alone: Whether no other hook can have changed the output, or who keeps what autograd saves.
+        is_alone: Whether the layer has no other hook, which could have changed the output or its autograd node.
         is_apart: Whether its weight's gradient is computed apart from backward.
     """
     if (
@@ -475,7 +481,7 @@ class GpuStatistics:
         at_end_of_backward(self._record)
 
     def discard(self) -> None:
-        """Drop what a backward that has failed left behind."""
+        """Drop the sums of a backward that has failed."""
         self._to_record.clear()
 
     def _record(self) -> None:

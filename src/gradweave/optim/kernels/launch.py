@@ -1,4 +1,4 @@
-"""What all launches share: whether a device has kernels, and tables of tensors' addresses on it."""
+"""Launching kernels: which devices have them, CUDA graph capture, and tables of tensors' addresses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch
 
 from gradweave._logging import announce
 
+VECTORIZED_BYTES = 16
+"""Size of the widest access of a thread; hints of kernels promise that memory begins at multiples of it."""
 _MIN_CAPABILITY = (7, 0)
 _ADDRESSES_PER_LAUNCH = 32
 """Number of addresses that ``write_addresses`` takes as arguments."""
@@ -49,7 +51,7 @@ def triton_module(name: str) -> Any:
 
 
 class AddressTable:
-    """Addresses of tensors, in a tensor on the device: what a kernel for many tensors finds them by.
+    """Addresses of tensors, in a tensor on the device, by which a kernel for many tensors finds them.
 
     Addresses travel to the device as arguments of a kernel, which a captured graph replays as they were. A copy from
     pageable host memory would wait for the device, and a captured one from pinned memory would read what the host has
@@ -71,10 +73,11 @@ class AddressTable:
         """Return a table that holds some addresses, after writing those that have changed.
 
         Args:
-            addresses: What the table is to hold.
+            addresses: The addresses, at most as many as the table is for.
             capturing: Whether a CUDA graph is being captured.
-            changes_each_step: Whether these are tensors that each step allocates, such as gradients. A captured graph
-                then gets a table of its own, which it also fills at each replay; otherwise it shares the eager one.
+            changes_each_step: Whether each step allocates these tensors, as it does gradients. A captured graph then
+                gets a table of its own, which it fills at each replay; otherwise it shares the eager one while that
+                is up to date.
         """
         wanted = [*addresses, *[0] * (self._size - len(addresses))]
         if not changes_each_step and wanted == self._written:

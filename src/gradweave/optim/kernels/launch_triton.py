@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What all Triton modules share: constants for kernels, and tables of addresses on the device."""
+"""Shared by all Triton modules: constants for kernels, and tables of addresses on the device."""
 
 from collections import namedtuple
 

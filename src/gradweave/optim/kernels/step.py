@@ -17,7 +17,14 @@ from weakref import ref
 import torch
 
 from gradweave._logging import announce
-from gradweave.optim.kernels.launch import AddressTable, has_kernels, is_capturing, on_device, triton_module
+from gradweave.optim.kernels.launch import (
+    VECTORIZED_BYTES,
+    AddressTable,
+    has_kernels,
+    is_capturing,
+    on_device,
+    triton_module,
+)
 from gradweave.optim.kernels.step_tables import (
     BlockSizes,
     BlockSums,
@@ -36,15 +43,13 @@ from gradweave.optim.rules import INPUTS, LEADING, LEAST, ROW, Number, UpdateRul
 from gradweave.optim.state import SGD, ParameterGroup, ParameterInGroup, ParameterState, learning_rate
 
 if TYPE_CHECKING:
-    from gradweave.optim.base import Layer
+    from gradweave.optim.base import Layer, VectorOptimizer
 
 BLOCK_SIZES = BlockSizes()
 _SCRATCH_ALIGNMENT = 64
 """Elements at whose multiples scratch buffers begin: 256 bytes."""
 _MAX_PLANS = 16
 """Number of sets of shapes that are remembered, besides those that a graph was captured with."""
-_VECTORIZED_BYTES = 16
-"""Size of the widest access of a thread; hints of kernels promise that memory begins at multiples of it."""
 
 
 def is_fusible(rule: UpdateRule) -> bool:
@@ -64,15 +69,15 @@ class FusedStep:
         optimizer: The optimizer; a copy of it, which a copy of this comes with, takes its steps without kernels.
 
     Attributes:
-        plans: What was prepared for each set of shapes.
+        plans: Tables and address tables, by sets of shapes.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: VectorOptimizer) -> None:
         self.plans: dict[Any, _Plan] = {}
         self._owner = ref(optimizer)
         self._last: tuple[Any, _Plan] | None = None
 
-    def take(self, optimizer: Any, layers: list[Layer], others: list[ParameterInGroup]) -> bool:
+    def take(self, optimizer: VectorOptimizer, layers: list[Layer], others: list[ParameterInGroup]) -> bool:
         """Take a step whose state is prepared; return False, with nothing changed, if kernels do not support it.
 
         Args:
@@ -101,7 +106,7 @@ class FusedStep:
 
     def _plan(
         self,
-        optimizer: Any,
+        optimizer: VectorOptimizer,
         groups: dict[int, ParameterGroup],
         layers: list[Layer],
         others: list[ParameterInGroup],
@@ -153,7 +158,7 @@ class FusedStep:
 
 @dataclass
 class _Plan:
-    """What is on the device for one set of shapes.
+    """Tables on the device for one set of shapes.
 
     Attributes:
         tables: The tables of shapes.
@@ -188,7 +193,7 @@ class _Launches:
 
     def __init__(
         self,
-        optimizer: Any,
+        optimizer: VectorOptimizer,
         plan: _Plan,
         groups: list[ParameterGroup],
         layers: list[Layer],
@@ -225,7 +230,7 @@ class _Launches:
     def run(self) -> None:
         """Launch all kernels of the step."""
         counts, device = self._tables.counts, self._one.device
-        # Squares of layers, and of chunks behind them: one tensor, whose sum says whether all gradients are finite.
+        # Squares of layers, followed by those of chunks: one tensor, whose sum says whether all gradients are finite.
         first_chunk = -(-counts["layers"] // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         squares = torch.zeros(first_chunk + counts["chunks"], dtype=torch.float32, device=device)
         inverse = self._optimizer.inverse_loss_scale(device)
@@ -371,7 +376,7 @@ def _groups_of(layers: list[Layer], others: list[ParameterInGroup], device: torc
     return groups
 
 
-def _addresses_of(optimizer: Any, layers: list[Layer], others: list[ParameterInGroup]) -> _Addresses:
+def _addresses_of(optimizer: VectorOptimizer, layers: list[Layer], others: list[ParameterInGroup]) -> _Addresses:
     """Return the device addresses of all tensors in a step."""
     tensors: tuple[list[torch.Tensor | None], ...] = (
         [x for layer in layers for x in _tensors_of(layer)],
@@ -405,9 +410,9 @@ def _first_order_tensors(p: torch.Tensor, state: ParameterState, group: Paramete
 def _gradients_are_plain(layers: list[Layer], others: list[ParameterInGroup], addresses: _Addresses) -> bool:
     """Return whether all gradients are float32 tensors, aligned, and stored in the order of their parameters.
 
-    What else a plan depends on is known from addresses that are those of the last step.
+    Everything else that a plan depends on is unchanged where addresses are those of the last step.
     """
-    if any(address % _VECTORIZED_BYTES for address in (*addresses.gradients, *addresses.first_order_gradients)):
+    if any(address % VECTORIZED_BYTES for address in (*addresses.gradients, *addresses.first_order_gradients)):
         return False
     pairs: list[tuple[Any, Any]] = [(layer.weight, layer.grad) for layer in layers]
     pairs += [(layer.bias, layer.bias_grad) for layer in layers if layer.bias is not None]
@@ -458,7 +463,7 @@ def _first_order_shape(
 
 
 def _are_aligned(tensors: list[torch.Tensor]) -> bool:
-    return all(x.data_ptr() % _VECTORIZED_BYTES == 0 for x in tensors)
+    return all(x.data_ptr() % VECTORIZED_BYTES == 0 for x in tensors)
 
 
 def _check_tensors(tensors: list[torch.Tensor], device: torch.device) -> None:

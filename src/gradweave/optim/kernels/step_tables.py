@@ -155,11 +155,11 @@ class MatrixNumbers(NamedTuple):
     square: float
     """Square of the look-ahead gradient; 0 without a gradient in this step."""
     removed_square: float
-    """How much less the square of the direction is."""
+    """Difference of that and the square of the direction."""
     rest_square: float
-    """Square of ``uᵀ X`` without what the columns' side takes off."""
+    """Square of ``w - alpha (u·q) v``, with the bias' element."""
     twice_alpha: float
-    """What a row's square loses for each square of its element of ``q``."""
+    """Factor of the square of a row's element of ``q`` by which the row's square decreases."""
 
 
 class LayerNumbers(NamedTuple):
@@ -206,7 +206,7 @@ class BlockSizes:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer's rows in the tables depend on.
+    """Properties of a layer that its rows in the tables depend on.
 
     Attributes:
         group_index: Number of its parameter group.
@@ -233,7 +233,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class FirstOrderShape:
-    """What the chunks of a parameter without vectors depend on.
+    """Properties of a parameter without vectors that its chunks depend on.
 
     Attributes:
         group_index: Number of its parameter group.

@@ -171,7 +171,7 @@ def measure_tiles(
     """Write a tile's parts of ``q``, of ``w``, of the squares of rows and of their largest gradients: the first pass.
 
     A program goes down its tile in strips of ``block_rows`` rows. Along a strip it reduces at once: parts of rows are
-    complete. Down the tile it keeps a sum for each element of a strip, which is reduced once, behind the loop: there is
+    complete. Down the tile it keeps a sum for each element of a strip, which is reduced once, after the loop: there is
     no reduction across warps in the loop for ``w``.
 
     Each tile writes its own part, and :func:`reduce_parts` adds them up: no program writes what another one does.

@@ -19,15 +19,13 @@ from gradweave.optim.kernels.sums import NUM_STAGES, RowLayout, image_layout
 
 SPLITS_AT_ONCE, RECORD_COLUMNS = 16, 128
 """Splits and columns that a program adds to a record at once."""
-VECTORIZED_BYTES = 16
-"""Size of the widest access of a thread; hints of kernels promise that memory begins at multiples of it."""
 SAMPLES_PER_IMAGE = 64
 _MIN_SAMPLES = 32
 """Samples that are worth an image, which takes memory, in float32, when it is scarcest."""
 _IMAGE_ELEMENTS, _SAMPLES_AT_ONCE = 1024, 8
 """Elements and samples that a program adds to an image at once."""
 _VECTOR = 8
-"""Elements in half precision of the widest access."""
+"""Elements of the widest access in half precision; rows whose strides are multiples of it are aligned in any dtype."""
 
 
 class TensorRow(NamedTuple):

@@ -25,7 +25,7 @@ def _sum_rows(
 ):  # fmt: skip
     """Return the sum of some rows, each of which counts once.
 
-    The loop adds to one block of sums, whose rows are added up behind it: nothing crosses threads in the loop, and
+    The loop adds to one block of sums, whose rows are added up after it: nothing crosses threads in the loop, and
     several reads are under way at once.
     """
     lane = tl.arange(0, block_rows)
