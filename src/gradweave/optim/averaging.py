@@ -77,7 +77,7 @@ class Ranks:
         """Undo :meth:`lend`."""
         self._lent = self._lender = None
 
-    def look(self) -> None:
+    def note_forward(self) -> None:
         """Remember the DistributedDataParallel that a forward is running in; called by layers' hooks."""
         wrapper = active_ddp()
         if wrapper is not None:

@@ -43,7 +43,7 @@ from gradweave.optim.state import (
     new_momentum,
 )
 from gradweave.optim.statistics.coverage import Capture, CoveredLayer, FirstStepCheck
-from gradweave.optim.statistics.hooks import Catching, Masked
+from gradweave.optim.statistics.hooks import MaskContext, StatisticsOptions
 from gradweave.optim.update import is_plain, look_ahead, times
 
 REFERENCE_SAMPLES = 16
@@ -51,6 +51,13 @@ REFERENCE_SAMPLES = 16
 
 FEWEST_OUTPUTS = 16
 """Outputs that a layer needs for an output vector: of few, the leading direction is most of what there is to learn."""
+
+_ARGUMENTS = """
+    samples: Number of a batch's first samples whose statistics are collected; by default all, or 16 for
+        ``reference=True``.
+    process_group: Ranks over which vectors are averaged. By default those of DistributedDataParallel, also where it
+        wraps the model later, and without one all ranks; None for no averaging."""
+"""The arguments that Eva and Eva-f share, in the form of their docstrings."""
 
 
 class _StatisticsOptimizer(VectorOptimizer, Attachment):
@@ -64,7 +71,7 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
         params: As there.
         defaults: Defaults of the hyperparameters.
         update_rule: The rule of groups with vectors.
-        catching: The statistics to collect.
+        options: The statistics to collect.
         process_group: As in the constructor of :class:`EvaF`.
     """
 
@@ -74,15 +81,15 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
         params: Iterable[Any] | None,
         defaults: dict[str, Any],
         update_rule: UpdateRule,
-        catching: Catching,
+        options: StatisticsOptions,
         process_group: dist.ProcessGroup | str | None,
     ) -> None:
         given = parameters_of(model, params)
         check_hyperparameters(defaults)
         self.ranks = Ranks(model, process_group)
         self._replica_check = ReplicaCheck(type(self).__name__, model)
-        self._catching = catching
-        self._capture = Capture(model, catching, self.ranks)
+        self._options = options
+        self._capture = Capture(model, options, self.ranks)
         try:
             if not self._capture.layers and pipeline_part(model) is None:
                 raise UnsupportedError(
@@ -100,14 +107,14 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
         finalize(self, self._capture.remove).atexit = False
         finalize(self, self._first_step_check.close).atexit = False
 
-    def padding_mask(self, mask: torch.Tensor) -> Masked:
+    def padding_mask(self, mask: torch.Tensor) -> MaskContext:
         """Return a context in which the model is run with padding in its batch.
 
         Args:
             mask: True, or 1, where a row counts. Linear layers whose input has the mask's shape, before the last
                 dimension, leave the other rows out of their vectors.
         """
-        return Masked(self._capture.masking, mask)
+        return MaskContext(self._capture.masking, mask)
 
     @property
     def is_attached(self) -> bool:
@@ -180,7 +187,7 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
     def _has_output_vector(self, layer: CoveredLayer) -> bool:
         """Return whether a layer has one: in the authors' rules if collected, in ours with more than a few outputs."""
         if self.update_rule.formula != LEADING:
-            return self._catching.outputs
+            return self._options.outputs
         layout = layer.tap.layout
         return layout.outputs >= FEWEST_OUTPUTS and not layout.columns_first
 
@@ -283,7 +290,7 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
             new = record[running.numel() + 1 :] * self._inverse_loss_scale()
             if new.numel() == 0:
                 new = self._from_bias(layer, outputs, factor)
-            new = new if self._catching.per_sample else new / safe
+            new = new if self._options.per_sample else new / safe
             _blend_into(outputs, new.view(outputs.shape), weight, fresh)
         record.zero_()
         return running, outputs
@@ -309,7 +316,7 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
     @property
     def needs_loss_scale(self) -> bool:
         """Whether a loss that is scaled without this optimizer's knowledge would change its updates."""
-        return self._catching.outputs and not self.update_rule.relative
+        return self._options.outputs and not self.update_rule.relative
 
 
 def _blend_into(running: torch.Tensor, new: torch.Tensor, weight: Number, fresh: torch.Tensor) -> None:
@@ -326,30 +333,24 @@ def matrices(grad: torch.Tensor, groups: int, *, columns_first: bool) -> torch.T
     return grad.reshape(groups, grad.shape[0] // groups, -1)
 
 
-def _catching(mode: Mode, samples: int | None, *, outputs: bool) -> Catching:
+def _options_of(mode: Mode, samples: int | None, *, outputs: bool) -> StatisticsOptions:
     """Return the statistics that a mode needs; outputs' gradients only in the authors' modes."""
     if samples is not None and (not isinstance(samples, int) or samples < 1):
         raise ArgumentError("samples", samples, "give at least 1, or None")
     if mode is Mode.REFERENCE:
         samples = samples or REFERENCE_SAMPLES
-        return Catching(outputs, samples, samples, per_sample=False)
+        return StatisticsOptions(outputs, samples, samples, per_sample=False)
     if mode is Mode.FAITHFUL:
-        return Catching(outputs, samples, samples)
-    return Catching(False, samples, words=False)
+        return StatisticsOptions(outputs, samples, samples)
+    return StatisticsOptions(False, samples, words=False)
 
 
-@with_shared_arguments
+@with_shared_arguments(_ARGUMENTS)
 class EvaF(_StatisticsOptimizer):
     """Eva-f: a layer's gradient times the damped inverse of its mean input's outer product.
 
     Needs nothing of backward but the gradient. By default the input vector is the whole batch's, and damping is
     relative to its size.
-
-    Args:
-        samples: Number of a batch's first samples whose statistics are collected; by default all, or 16 for
-            ``reference=True``.
-        process_group: Ranks over which vectors are averaged. By default those of DistributedDataParallel, also where it
-            wraps the model later, and without one all ranks; None for no averaging.
     """
 
     def __init__(
@@ -398,11 +399,11 @@ class EvaF(_StatisticsOptimizer):
             Mode.FAITHFUL: UpdateRule(INPUTS, **AUTHORS, divided=True, trust=KL_CLIP),
             Mode.REFERENCE: UpdateRule(INPUTS, **AUTHORS, trust=NORMALIZE),
         }
-        catching = _catching(mode, samples, outputs=False)
-        super().__init__(model, params, given.defaults(mode), rules[mode], catching, process_group)
+        options = _options_of(mode, samples, outputs=False)
+        super().__init__(model, params, given.defaults(mode), rules[mode], options, process_group)
 
 
-@with_shared_arguments
+@with_shared_arguments(_ARGUMENTS)
 class Eva(_StatisticsOptimizer):
     """Eva: preconditions from both sides, by vectors of inputs and of outputs.
 
@@ -413,10 +414,6 @@ class Eva(_StatisticsOptimizer):
     Args:
         output_damping: Damping of the outputs' side, as a share of it; ``damping`` is that of the inputs' side. Not in
             the authors' modes, which have one damping for both.
-        samples: Number of a batch's first samples whose statistics are collected; by default all, or 16 for
-            ``reference=True``.
-        process_group: Ranks over which vectors are averaged. By default those of DistributedDataParallel, also where it
-            wraps the model later, and without one all ranks; None for no averaging.
     """
 
     def __init__(
@@ -466,4 +463,4 @@ class Eva(_StatisticsOptimizer):
         if not output_damping > 0:
             raise ArgumentError("output_damping", output_damping, "give a positive number")
         defaults = {**given.defaults(mode), "output_damping": output_damping}
-        super().__init__(model, params, defaults, rule, _catching(mode, samples, outputs=True), process_group)
+        super().__init__(model, params, defaults, rule, _options_of(mode, samples, outputs=True), process_group)

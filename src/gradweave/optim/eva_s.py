@@ -30,7 +30,7 @@ from gradweave.optim.update import is_plain
 OURS = Preset(lr=0.01, damping=0.3, running_average=0.1, first_order="adamw")
 
 
-@with_shared_arguments
+@with_shared_arguments()
 class EvaS(VectorOptimizer):
     """Eva-s: a vector per mode of a gradient, its mean over the other modes, instead of Shampoo's matrices.
 

@@ -22,8 +22,8 @@ SHARED_ARGUMENTS = """
     model: The model whose layers are trained; under DistributedDataParallel, the wrapped model.
     params: Parameters, or groups of them; by default all of the model's that require a gradient. A bias belongs to
         its layer if both are in one group.
-    lr: Learning rate; by default 0.04, 0.01 for Eva-s, and 0.1 in the authors' modes. A layer's step has the length
-        ``lr`` times the norm that its weight had at first, so that a good value depends little on the model.
+    lr: Learning rate; by default 0.04, 0.01 for Eva-s, and 0.1 in the authors' modes. Except in these, a layer's step
+        has the length ``lr`` times the norm that its weight had at first: a good value depends little on the model.
     damping: Above 0: a share of the vectors' squared size, or an absolute number in the authors' modes; by default
         0.01, 0.3 for Eva-s, and 0.03 in the authors' modes.
     momentum: Of gradients, before the direction is taken; in Eva-s and in the authors' modes of directions, as in SGD.
@@ -49,12 +49,20 @@ SHARED_ARGUMENTS = """
 T = TypeVar("T")
 
 
-def with_shared_arguments(cls: type[T]) -> type[T]:
-    """Append :data:`SHARED_ARGUMENTS` to a class' docstring, which ends with its own arguments, if there are any."""
-    if cls.__doc__ is not None:  # it is, under python -OO
-        own = cleandoc(cls.__doc__)
-        cls.__doc__ = own + ("" if "\nArgs:" in own else "\n\nArgs:") + SHARED_ARGUMENTS
-    return cls
+def with_shared_arguments(more: str = "") -> Callable[[type[T]], type[T]]:
+    """Return a class decorator that appends :data:`SHARED_ARGUMENTS` to a docstring, after the class' own arguments.
+
+    Args:
+        more: Arguments that some of the classes share, in the same form.
+    """
+
+    def documented(cls: type[T]) -> type[T]:
+        if cls.__doc__ is not None:  # it is, under python -OO
+            own = cleandoc(cls.__doc__)
+            cls.__doc__ = own + ("" if "\nArgs:" in own else "\n\nArgs:") + more + SHARED_ARGUMENTS
+        return cls
+
+    return documented
 
 
 class Mode(Enum):

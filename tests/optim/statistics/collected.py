@@ -4,13 +4,13 @@ import torch
 from torch import nn
 
 from gradweave.optim.statistics.coverage import Capture
-from gradweave.optim.statistics.hooks import Catching
+from gradweave.optim.statistics.hooks import StatisticsOptions
 
-ALL = Catching(outputs=True)
+ALL = StatisticsOptions(outputs=True)
 
 
-def collect(model, catching=ALL):
-    capture = Capture(model, catching)
+def collect(model, options=ALL):
+    capture = Capture(model, options)
     for layer in capture.layers:
         layer.tap.record = layer.tap.new_record(layer.weight)
     return capture
@@ -27,9 +27,9 @@ def parts(layer):
     return record[:size].view(layout.groups, -1), record[size], record[size + 1 :].view(layout.groups, -1)
 
 
-def single(module, x, catching=ALL):
+def single(module, x, options=ALL):
     """One layer on its own: what was caught, its output and that output's gradient."""
-    capture = collect(nn.Sequential(module), catching)
+    capture = collect(nn.Sequential(module), options)
     y = module(x)
     y.retain_grad()
     (y * torch.arange(y.numel()).view(y.shape).to(y).cos()).sum().backward()

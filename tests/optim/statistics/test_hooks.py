@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradweave.errors import GradweaveError
 from gradweave.optim import Eva, EvaF
-from gradweave.optim.statistics.hooks import Catching, Masked
+from gradweave.optim.statistics.hooks import MaskContext, StatisticsOptions
 from optim.models import images, loss_of, make_conv, make_mlp, rows
 from optim.statistics.collected import ALL, collect, parts, records, single
 
@@ -18,7 +18,7 @@ def test_padding_is_left_out_by_a_mask():
     module = nn.Linear(3, 2)
     x, mask = torch.randn(4, 5, 3), torch.rand(4, 5) > 0.5
     capture = collect(nn.Sequential(module))
-    with Masked(capture.masking, mask):
+    with MaskContext(capture.masking, mask):
         y = module(x)
     y.retain_grad()
     y.square().sum().backward()
@@ -38,7 +38,7 @@ def test_masks_go_into_whole_graphs():
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def loss(x, mask):
-        with Masked(capture.masking, mask):
+        with MaskContext(capture.masking, mask):
             return module(x).square().sum()
 
     total = 0
@@ -51,25 +51,25 @@ def test_masks_go_into_whole_graphs():
 
 def test_slices_of_a_batch():
     x = torch.randn(10, 3)
-    layer, g = single(nn.Linear(3, 2), x, Catching(True, 4, 4, per_sample=False))
+    layer, g = single(nn.Linear(3, 2), x, StatisticsOptions(True, 4, 4, per_sample=False))
     a, count, b = parts(layer)
     assert count == 4
     assert torch.allclose(a[0], x[:4].sum(0))
     assert torch.allclose(b[0], g[:4].sum(0))
-    layer, g = single(nn.Linear(3, 2), x, Catching(True, None, 4))
+    layer, g = single(nn.Linear(3, 2), x, StatisticsOptions(True, None, 4))
     assert torch.allclose(parts(layer)[2][0], g[:4].sum(0) * 10 / 4)
 
 
 def test_output_vectors_in_front_of_a_batch_norm_are_not_zero_if_they_are_of_some_samples():
-    def size(catching):
+    def size(options):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
-        capture = collect(model, catching)
+        capture = collect(model, options)
         model(torch.randn(32, 3, 6, 6)).square().sum().backward()
         return parts(capture.layers[0])[2].norm()
 
     assert size(ALL) < 1e-3
-    assert size(Catching(True, None, 16)) > 1
+    assert size(StatisticsOptions(True, None, 16)) > 1
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")

@@ -299,7 +299,7 @@ def _multiplied_input(tap: Tap, node: Any, x: torch.Tensor, y: torch.Tensor) -> 
     copy = kept_copy(node)
     if copy is None or type(copy) is not torch.Tensor or copy.dtype is not y.dtype or copy.numel() != x.numel():
         return x
-    has_same_rows = copy.shape == x.shape or (tap.catching.input_samples is None and copy.shape[-1] == x.shape[-1])
+    has_same_rows = copy.shape == x.shape or (tap.options.input_samples is None and copy.shape[-1] == x.shape[-1])
     return copy if has_same_rows else x
 
 
@@ -323,7 +323,7 @@ def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> LayerPlan | None:
     if layout.kind == TRANSPOSED and tap.with_outputs:
         return None
     windows = layout.windows if layout.kind == CONVOLUTION else ()
-    rows = row_layout(x, layout, tap.catching.input_samples, windows)
+    rows = row_layout(x, layout, tap.options.input_samples, windows)
     if rows is None:
         return None
     output_splits = output_columns = 0
@@ -336,7 +336,7 @@ def _new_plan(tap: Tap, x: torch.Tensor, y: torch.Tensor) -> LayerPlan | None:
     if windows:  # places of the output; those of the input are not as many
         seen = (window.places(size) for window, size in zip(windows, x.shape[-len(windows) :], strict=True))
         samples = x.shape[0] if x.dim() == len(windows) + 2 else 1
-        places = reduce(mul, seen, min(samples, tap.catching.input_samples or samples))
+        places = reduce(mul, seen, min(samples, tap.options.input_samples or samples))
     images = image_count(rows)
     splits = (image_layout(rows, images) if images else rows).splits(_PROGRAMS_IN_BATCH)
     shape = SumShape(splits, rows.columns, output_splits, output_columns, places)

@@ -43,7 +43,7 @@ from gradweave._runtime.interception import WeightGradientSplitter, apply_pendin
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave.optim.kernels.gpu_statistics import GpuStatistics
 from gradweave.optim.statistics.geometry import LINEAR, Layout
-from gradweave.optim.statistics.hooks import Catching, Masking, Tap
+from gradweave.optim.statistics.hooks import CurrentMask, StatisticsOptions, Tap
 
 _ATTENTION = functional.multi_head_attention_forward
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -69,10 +69,10 @@ class InputProjectionTap(Tap):
     by_kernels = False
 
     def __init__(
-        self, weight: nn.Parameter, catching: Catching, masking: Masking, gpu_statistics: GpuStatistics
+        self, weight: nn.Parameter, options: StatisticsOptions, masking: CurrentMask, gpu_statistics: GpuStatistics
     ) -> None:
         width = weight.shape[1]
-        super().__init__(Layout(LINEAR, 3, width, width), weight, catching, masking, gpu_statistics)
+        super().__init__(Layout(LINEAR, 3, width, width), weight, options, masking, gpu_statistics)
         self.with_outputs = False
         self._one_of_three = Layout(LINEAR, 1, width, width)
 
@@ -87,7 +87,7 @@ class InputProjectionTap(Tap):
 
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Return the sums of queries, keys and values, scaled as if there were as many of each as queries."""
-        samples, mask = self.catching.input_samples, self.masking.mask
+        samples, mask = self.options.input_samples, self.masking.mask
         sums, count = self._one_of_three.input_sums(x[0].detach(), samples, mask)
         parts = [sums]
         for other in x[1:]:

@@ -24,7 +24,7 @@ from gradweave.optim.statistics.attention import (
     uncovered_output_projections,
 )
 from gradweave.optim.statistics.geometry import Layout, layout_of
-from gradweave.optim.statistics.hooks import Catching, Masking, Tap
+from gradweave.optim.statistics.hooks import CurrentMask, StatisticsOptions, Tap
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Capture:
 
     Args:
         model: The model.
-        catching: The statistics to collect.
+        options: The statistics to collect.
         ranks: The ranks, which are told of each forward; None if they are not needed.
 
     Attributes:
@@ -59,30 +59,30 @@ class Capture:
         masking: The holder of the padding mask.
     """
 
-    def __init__(self, model: nn.Module, catching: Catching, ranks: Ranks | None = None) -> None:
-        self.masking = Masking()
-        self._gpu_statistics = GpuStatistics(None if ranks is None else ranks.look)
+    def __init__(self, model: nn.Module, options: StatisticsOptions, ranks: Ranks | None = None) -> None:
+        self.masking = CurrentMask()
+        self._gpu_statistics = GpuStatistics(None if ranks is None else ranks.note_forward)
         self.layers = []
         part = pipeline_part(model)
-        head = None if catching.words else head_over_words(model, part)
+        head = None if options.words else head_over_words(model, part)
         tied = frozenset() if part is None else part.tied
         for name, module, layout, weight, bias in coverable_layers(
-            model, with_attention=catching.per_sample, left=head, tied=tied
+            model, with_attention=options.per_sample, left=head, tied=tied
         ):
-            tap = Tap(layout, weight, catching, self.masking, self._gpu_statistics)
+            tap = Tap(layout, weight, options, self.masking, self._gpu_statistics)
             self.layers.append(CoveredLayer(name, module, weight, bias, tap))
-        for name, module in model.named_modules() if catching.per_sample else ():
+        for name, module in model.named_modules() if options.per_sample else ():
             parts = input_projection(module)
             if parts is None or not parts[0].requires_grad:
                 continue
             weight, bias = parts
             bias = bias if bias is not None and bias.requires_grad else None
-            if catching.outputs and bias is None:
+            if options.outputs and bias is None:
                 announce(f"optim: no output vectors of {name}, which has no bias; the first-order rule updates it")
                 continue
             self.layers.append(
                 CoveredLayer(
-                    name, module, weight, bias, InputProjectionTap(weight, catching, self.masking, self._gpu_statistics)
+                    name, module, weight, bias, InputProjectionTap(weight, options, self.masking, self._gpu_statistics)
                 )
             )
         self._handles: list[Any] = []

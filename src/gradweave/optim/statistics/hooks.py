@@ -48,8 +48,16 @@ class _Pass(torch.autograd.Function):
     """Return an output as it is, and add its layer's statistics to a record in backward."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, sums: torch.Tensor, record: torch.Tensor, tap: Tap, share: float,
-                places: tuple[int, ...], mask: torch.Tensor | None) -> torch.Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        y: torch.Tensor,
+        sums: torch.Tensor,
+        record: torch.Tensor,
+        tap: Tap,
+        share: float,
+        places: tuple[int, ...],
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Return ``y.detach()``: an output that is a view of ``y`` to autograd could not be changed in place."""
         ctx.save_for_backward(sums)
         ctx.record, ctx.mask = record, mask
@@ -75,7 +83,7 @@ class _Pass(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Catching:
+class StatisticsOptions:
     """The statistics that are collected.
 
     Attributes:
@@ -99,7 +107,7 @@ class Tap:
     Args:
         layout: The layer's layout.
         weight: Its weight.
-        catching: The statistics to collect.
+        options: The statistics to collect.
         masking: The holder of the current padding mask, for all layers of a model.
         gpu_statistics: The kernels' side, which collects the statistics of many layers at once.
 
@@ -111,13 +119,18 @@ class Tap:
     by_kernels = True
 
     def __init__(
-        self, layout: Layout, weight: nn.Parameter, catching: Catching, masking: Masking, gpu_statistics: GpuStatistics
+        self,
+        layout: Layout,
+        weight: nn.Parameter,
+        options: StatisticsOptions,
+        masking: CurrentMask,
+        gpu_statistics: GpuStatistics,
     ) -> None:
         self.layout = layout
         self.weight = weight
         self.shape = weight.shape
-        self.catching = catching
-        self.with_outputs = catching.outputs
+        self.options = options
+        self.with_outputs = options.outputs
         self.masking = masking
         self.record: torch.Tensor | None = None
         self.gpu_statistics = gpu_statistics
@@ -145,7 +158,7 @@ class Tap:
     @property
     def tells_rows_apart(self) -> bool:
         """Whether it matters which sample a row is of, or which rows are padding."""
-        samples = self.catching.input_samples, self.catching.output_samples if self.with_outputs else None
+        samples = self.options.input_samples, self.options.output_samples if self.with_outputs else None
         return self.masking.mask is not None or samples != (None, None)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> Any:
@@ -195,11 +208,11 @@ class Tap:
 
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:
         """Return the sums of an input over places, and the number of places."""
-        return self.layout.input_sums(x.detach(), self.catching.input_samples, self.masking.mask)
+        return self.layout.input_sums(x.detach(), self.options.input_samples, self.masking.mask)
 
     def output_count(self, y: torch.Tensor) -> int | None:
         """Return the number of a batch's samples that the output statistics are of; None for all."""
-        samples = self.catching.output_samples
+        samples = self.options.output_samples
         if samples is None:
             return None
         return min(samples, self.layout.batch_size(y))
@@ -208,7 +221,7 @@ class Tap:
         """Return the factor that scales outputs' sums up to all samples."""
         size = self.layout.batch_size(y)
         looked_at = self.output_count(y) or size
-        return size / looked_at if self.catching.per_sample and looked_at else 1.0
+        return size / looked_at if self.options.per_sample and looked_at else 1.0
 
     def passed(self, y: torch.Tensor, x: Any) -> torch.Tensor:
         """Return an output whose backward collects this layer's statistics."""
@@ -236,20 +249,20 @@ class Inert:
         """Leave the output as it is."""
 
 
-class Masking:
+class CurrentMask:
     """The holder of the mask that says which rows of linear layers' inputs count, while a model runs."""
 
     def __init__(self) -> None:
         self.mask: torch.Tensor | None = None
 
-    def __deepcopy__(self, _: Any) -> Masking:
-        return Masking()
+    def __deepcopy__(self, _: Any) -> CurrentMask:
+        return CurrentMask()
 
 
-class Masked:
+class MaskContext:
     """A context in which rows that are padding are left out of linear layers' vectors; contexts nest."""
 
-    def __init__(self, masking: Masking, mask: torch.Tensor) -> None:
+    def __init__(self, masking: CurrentMask, mask: torch.Tensor) -> None:
         self._masking = masking
         self._mask = mask
         self._outside: list[torch.Tensor | None] = []
