@@ -45,7 +45,7 @@ def test_what_is_recomputed_is_backward():
     assert sorted(again, key=str) == [Kind.F, Kind.X]
 
 
-def test_noting_keeps_nothing_alive():
+def test_recording_keeps_nothing_alive():
     model, x = nn.Linear(8, 8), torch.randn(3, 8)
     lived = []
 
