@@ -205,6 +205,7 @@ def _main_graph(
         if node.op == "placeholder" and node not in moved:
             values[node] = graph.placeholder(node.name)
             values[node].meta = dict(node.meta)
+    # Placeholders come first in a graph, so the uses are collected before any operation is copied.
     scalar_of = {owner: index for index, owners in enumerate(scalars) for owner in owners}
     uses = [(node, used) for node in nodes if node not in moved for used in node.all_input_nodes if used in scalar_of]
     inputs: dict[tuple[Node, Node], Node] = {}
