@@ -39,6 +39,19 @@ def test_a_timeline_in_the_simulators_form(monkeypatch):
         assert after.start >= before.end
 
 
+def test_the_time_per_step_is_the_mean_of_all_recorded_steps(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(recording, "time", SimpleNamespace(perf_counter=lambda: now))
+    recorder = Recorder(torch.device("cpu"))
+    for step, backward in enumerate((0.003, 0.004, 0.040, 0.0)):
+        recorder.step = step
+        with recorder.part(Kind.F):
+            now += 0.001
+        with recorder.part(Kind.X):
+            now += backward
+    assert recorder.timeline("measured").step_time == pytest.approx((0.004 + 0.005 + 0.041) / 3)
+
+
 def test_weight_gradients_cut_backward():
     recorder = Recorder(torch.device("cpu"))
     with recorder.part(Kind.F):

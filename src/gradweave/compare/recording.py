@@ -107,7 +107,10 @@ class Recorder:
                 spans.append(Span(f"{prefix} {part.lane}", begin, stop, task, len(spans)))
         spans.sort(key=lambda span: span.start)
         lanes = [lane for lane in (_MAIN, _SIDE) if any(span.lane.endswith(lane) for span in spans)]
-        return Timeline(tuple(spans), tuple((f"{prefix} {lane}", prefix) for lane in lanes), title=title)
+        # Measured steps differ: the time per step is the mean over all of them, not that of the last.
+        period = max(1, len({part.step for part in self._parts}) - 1)
+        named = tuple((f"{prefix} {lane}", prefix) for lane in lanes)
+        return Timeline(tuple(spans), named, title=title, period=period)
 
 
 def _cut(start: float, end: float, inner: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:

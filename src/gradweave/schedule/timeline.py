@@ -31,7 +31,7 @@ class Timeline:
         memory: For each device the instants at which its bytes in use changed, and the new value. Weights and optimizer
             state are not in it: no order of tasks changes them.
         title: Heading of its picture.
-        period: Steps after which the work of a step repeats.
+        period: Steps after which the work of a step repeats; ``step_time`` is the mean over them.
         receivers: For each communication task, by index, the devices that wait for it.
     """
 
