@@ -43,8 +43,6 @@ UPWARD_OR_SIDEWAYS = {
     ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",
     ("parallel.data_parallel.api", "reordering"): "runs weight gradients from reordering's queue",
     ("parallel.data_parallel.reverse_first_k", "reordering"): "holds weight gradients back in reordering's queue",
-    ("parallel.data_parallel.step_costs", "reordering"): "types of reordering's queue",
-    ("parallel.pipeline.weight_gradients", "reordering"): "splits a stage's backward as reordering does",
 }
 """Importing module and imported package, with the reason; both below ``gradweave``."""
 
@@ -60,7 +58,7 @@ PRIVATE_TORCH = {
     ("fusion.loop_observer", "_version"): _VERSIONS,
     ("optim.kernels.gpu_statistics", "_version"): _VERSIONS,
     ("optim.statistics.hooks", "_parameters"): "parameters without those of parametrizations",
-    ("reordering.queue", "_version"): _VERSIONS,
+    ("_runtime.split_calls.task", "_version"): _VERSIONS,
 }
 """Module and private name of torch outside of ``_compat``, with the reason."""
 

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from gradweave._runtime.deferred import pending_updates, updates
 from gradweave._runtime.deferred.late import LateGradient
+from gradweave._runtime.split_calls.task import Task
 from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.fusion import fuse
 from gradweave.reordering import cross_step, deferred_gradients
 from gradweave.reordering.api import reorder
-from gradweave.reordering.queue import Task
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
 

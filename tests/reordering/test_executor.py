@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradweave import plan
+from gradweave._runtime.split_calls.task import Task
 from gradweave.errors import ArgumentError
 from gradweave.reordering.executor import Planned, crossing_in, turns_of
 from gradweave.reordering.interception import SplitCalls
-from gradweave.reordering.queue import Task, WeightGradientQueue
+from gradweave.reordering.queue import WeightGradientQueue
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand

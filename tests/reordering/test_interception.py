@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from gradweave._runtime.split_calls.task import Task
 from gradweave.reordering.gradient_node import Pending, Tap
 from gradweave.reordering.interception import SplitCalls
 from gradweave.reordering.lanes import InLine
-from gradweave.reordering.queue import Task, WeightGradientQueue
+from gradweave.reordering.queue import WeightGradientQueue
 from gradweave.reordering.shared_nodes import Call, SharedTap
 
 

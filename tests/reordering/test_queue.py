@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradweave._runtime.split_calls.task import Task
 from gradweave.errors import GradweaveError
 from gradweave.reordering.lanes import InLine
-from gradweave.reordering.queue import Task, WeightGradientQueue
+from gradweave.reordering.queue import WeightGradientQueue
 
 
 def task(layer, elements, ran):

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gradweave._runtime import buckets
 from gradweave._runtime.deferred.late import LateGradient
+from gradweave._runtime.split_calls import operations as split_ops
 from gradweave.fusion import fuse
-from gradweave.reordering import split_ops
 from gradweave.reordering.api import reorder
 from gradweave.reordering.with_fusion import Following
 from reordering.test_cross_step import conv_net, crossing_costs, net

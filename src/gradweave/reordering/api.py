@@ -34,13 +34,14 @@ from gradweave._runtime.requirements import (
     require_module,
     require_one_device,
 )
+from gradweave._runtime.split_calls.task import Recorder
 from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.reordering.auto import Trial, predicted
 from gradweave.reordering.cross_step import Crossing, Weights
 from gradweave.reordering.executor import Planned, crossing_in, turns_of
 from gradweave.reordering.interception import SplitCalls
 from gradweave.reordering.lanes import Beside, InLine
-from gradweave.reordering.queue import Place, Recorder, WeightGradientQueue
+from gradweave.reordering.queue import Place, WeightGradientQueue
 from gradweave.reordering.shared_nodes import SharedTaps
 from gradweave.reordering.with_fusion import Following
 from gradweave.schedule.builders import single

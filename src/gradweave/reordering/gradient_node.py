@@ -19,7 +19,9 @@ import torch
 from torch.autograd import Function
 
 from gradweave._compat.eager import current_backward
-from gradweave.reordering.queue import Gradients, Task, WeightGradientQueue
+from gradweave._runtime.split_calls.taps import WeightCopies
+from gradweave._runtime.split_calls.task import Gradients, Task
+from gradweave.reordering.queue import WeightGradientQueue
 
 Precisions = tuple[torch.dtype | None, torch.dtype | None]
 """Of a weight and of its bias; None for what stays as it is."""
@@ -29,33 +31,22 @@ class Tap:
     """A weight and its bias as layers are to use them, in one forward.
 
     Attributes:
-        weight: Stands for the weight.
-        bias: Stands for the bias, if there is one.
         pending: Where calls leave their tasks.
     """
 
     def __init__(self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, queue: WeightGradientQueue) -> None:
         self.pending = Pending(layer, queue, weight, bias)
-        self._leaf = weight.is_leaf
-        self.weight, self.bias = _Tap.apply(self.pending, weight, bias)  # type: ignore[no-untyped-call]
-        self._low: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        stand_ins = _Tap.apply(self.pending, weight, bias)  # type: ignore[no-untyped-call]
+        self._copies = WeightCopies(*stand_ins, is_leaf=weight.is_leaf)
 
     def stands_for(self, weight: torch.Tensor) -> bool:
-        """Whether the weight is still the tensor that it was, and not another one put in its place."""
-        own: torch.Tensor = self.weight
-        return own.data_ptr() == weight.data_ptr() and own.shape == weight.shape and own.stride() == weight.stride()
+        """Return whether the weight is still the tensor that it was, and no other one took its place."""
+        return self._copies.stands_for(weight)
 
     def used_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias in a precision, for one more call; cast once for all calls where autocast does so."""
+        """Return weight and bias in a precision, for one more call."""
         self.pending.calls += 1
-        if self.weight.dtype is dtype:
-            return self.weight, self.bias
-        if dtype in self._low:
-            return self._low[dtype]
-        low = self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
-        if self._leaf and torch.is_autocast_cache_enabled():
-            self._low[dtype] = low
-        return low
+        return self._copies.used_as(dtype)
 
 
 class Pending:

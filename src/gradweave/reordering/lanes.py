@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from gradweave.reordering.queue import Task
+from gradweave._runtime.split_calls.task import Task
 
 
 class InLine:

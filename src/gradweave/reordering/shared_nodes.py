@@ -24,9 +24,10 @@ from gradweave._compat.eager import (
     stream_teller,
     watchers,
 )
-from gradweave.reordering.autocast_cache import Casts, is_cast_once
+from gradweave._runtime.split_calls.autocast_cache import Casts, is_cast_once
+from gradweave._runtime.split_calls.task import Gradients, Task
 from gradweave.reordering.gradient_node import add, in_precision
-from gradweave.reordering.queue import Gradients, Task, WeightGradientQueue
+from gradweave.reordering.queue import WeightGradientQueue
 
 Layers = Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]
 """Weights and biases by the number of their layer."""

@@ -7,11 +7,11 @@ from torch.optim import SGD
 from gradweave.fusion import fuse
 from gradweave.parallel.pipeline.autocast import Precision
 from gradweave.parallel.pipeline.stage import StageLayers
-from gradweave.parallel.pipeline.weight_gradients import HeldGradients, Ledger
+from gradweave.parallel.pipeline.weight_gradients import StageSplit, WeightGradientLedger
 
 
 def test_weight_gradients_are_held_back_right_after_a_fused_update_too():
-    held = HeldGradients(Ledger(None))
+    held = StageSplit(WeightGradientLedger(None))
     stage = StageLayers([("0", nn.Linear(4, 4)), ("1", nn.Linear(4, 4))], held, Precision(torch.device("cpu")))
     optimizer = SGD(stage.layers.parameters(), lr=0.1)
     with fuse(stage.layers, optimizer, mode="forward"):

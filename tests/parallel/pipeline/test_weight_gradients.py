@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradweave.parallel.pipeline.weight_gradients import HeldGradients, Ledger
+from gradweave.parallel.pipeline.weight_gradients import StageSplit, WeightGradientLedger
 
 
 class Twice(nn.Module):
@@ -33,8 +33,8 @@ def test_x_leaves_weights_alone_and_w_completes_them():
     torch.manual_seed(0)
     model, stock = Twice(), Twice()
     stock.load_state_dict(model.state_dict())
-    ledger = Ledger(None)
-    held = HeldGradients(ledger)
+    ledger = WeightGradientLedger(None)
+    held = StageSplit(ledger)
     x = torch.randn(3, 4, requires_grad=True)
     own = x.detach().clone().requires_grad_()
     weights = run(held, model, x)
@@ -54,8 +54,8 @@ def test_x_leaves_weights_alone_and_w_completes_them():
 def test_the_oldest_are_computed_when_too_much_waits():
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    ledger = Ledger(2 * 3 * 4 * 4)
-    held = HeldGradients(ledger)
+    ledger = WeightGradientLedger(2 * 3 * 4 * 4)
+    held = StageSplit(ledger)
     batches = [torch.randn(3, 4) for _ in range(4)]
     later = [run(held, model, x) for x in batches]
     assert ledger.most_held == 2 * 3 * 4 * 4
@@ -73,7 +73,7 @@ def test_the_oldest_are_computed_when_too_much_waits():
 
 def test_weights_that_are_computed_keep_their_gradients_in_line():
     linear = nn.Linear(4, 4, bias=False)
-    held = HeldGradients(Ledger(None))
+    held = StageSplit(WeightGradientLedger(None))
     with held.calls():
         y = functional.linear(torch.randn(3, 4), 2 * linear.weight)
     y.sum().backward()

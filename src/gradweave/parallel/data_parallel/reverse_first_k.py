@@ -68,7 +68,6 @@ class Watched(SplitCalls):
     """
 
     def __init__(self, queue: WeightGradientQueue, layers: Sequence[Layer]) -> None:
-        super().__init__(queue)
         own = [(number, layer.module.weight) for number, layer in enumerate(layers) if layer.can_wait]
-        self._layers = {id(weight): number for number, weight in own if isinstance(weight, torch.Tensor)}
-        self._next = len(layers)
+        numbers = {id(weight): number for number, weight in own if isinstance(weight, torch.Tensor)}
+        super().__init__(queue, numbers=numbers, next_number=len(layers))

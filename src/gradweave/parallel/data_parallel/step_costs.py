@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from gradweave._runtime.ab_trial import DeviceClock
 from gradweave._runtime.module_hook import ModuleHook
+from gradweave._runtime.split_calls.task import Task
 from gradweave.parallel.data_parallel.layers import Layer
-from gradweave.reordering.queue import Task
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Kind
 

@@ -23,7 +23,7 @@ from gradweave.parallel.pipeline.process_group import PipelinePeers
 from gradweave.parallel.pipeline.programs import PipelinePolicy
 from gradweave.parallel.pipeline.stage import Stage, total
 from gradweave.parallel.pipeline.tied import TiedGradients, find_ties
-from gradweave.parallel.pipeline.weight_gradients import Ledger
+from gradweave.parallel.pipeline.weight_gradients import WeightGradientLedger
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
 
@@ -116,7 +116,7 @@ class Pipeline:
         self._params = dict(self.module.named_parameters(remove_duplicate=False))
         self._tied = TiedGradients(ties, self._params, peers)
         self._precision = Precision(self.device)
-        self._ledger = Ledger(settings.byte_budget)
+        self._ledger = WeightGradientLedger(settings.byte_budget)
         self._loss_fn = loss_fn
         self._loss_factor = 1.0
         self._losses: list[torch.Tensor] = []

@@ -16,7 +16,7 @@ from gradweave._compat.eager import is_view
 from gradweave._runtime.dry_run import unseen
 from gradweave.errors import GradweaveError
 from gradweave.parallel.pipeline.autocast import Precision
-from gradweave.parallel.pipeline.weight_gradients import HeldGradients, Ledger
+from gradweave.parallel.pipeline.weight_gradients import StageSplit, WeightGradientLedger
 
 
 class StageLayers(nn.Module):
@@ -25,9 +25,7 @@ class StageLayers(nn.Module):
     What goes from one stage to the next is a tensor, or a tuple of tensors, which the next layer gets as one.
     """
 
-    def __init__(
-        self, layers: Iterable[tuple[str, nn.Module]], held: HeldGradients | None, precision: Precision
-    ) -> None:
+    def __init__(self, layers: Iterable[tuple[str, nn.Module]], held: StageSplit | None, precision: Precision) -> None:
         super().__init__()
         self.layers = nn.Sequential(OrderedDict(layers))
         self._held = held
@@ -76,7 +74,7 @@ class _Received(torch.autograd.Function):
 
 
 class Stage(PipelineStage):
-    """torch's stage, whose weight gradients come from :class:`HeldGradients`.
+    """torch's stage, whose weight gradients come from :class:`StageSplit`.
 
     Args:
         layers: By name.
@@ -95,10 +93,10 @@ class Stage(PipelineStage):
         count: int,
         device: torch.device,
         group: Any,
-        ledger: Ledger | None,
+        ledger: WeightGradientLedger | None,
         precision: Precision,
     ) -> None:
-        self._held = None if ledger is None else HeldGradients(ledger)
+        self._held = None if ledger is None else StageSplit(ledger)
         build = None if self._held is None else self._held.build
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] | None = None
         self._needed: list[bool] | None = None

@@ -9,35 +9,34 @@ import torch
 from torch import nn
 
 from gradweave._compat.eager import gradient_hooks
-from gradweave.reordering.gradient_node import Pending, Tap
-from gradweave.reordering.interception import SplitCalls
-from gradweave.reordering.lanes import InLine
-from gradweave.reordering.queue import Task, WeightGradientQueue
-from gradweave.reordering.shared_nodes import Call
+from gradweave._runtime.split_calls.autocast_cache import Casts
+from gradweave._runtime.split_calls.mode import CallSplitter
+from gradweave._runtime.split_calls.taps import WeightCopies
+from gradweave._runtime.split_calls.task import Task
 
 Parameters = tuple[nn.Parameter, nn.Parameter | None]
 """A weight and its bias."""
 
 
-class Ledger:
-    """What all stages of a rank hold back, oldest first, within a bound of bytes.
+class WeightGradientLedger:
+    """The weight gradients that all stages of a rank owe, oldest first, within a bound of bytes.
 
     Args:
         byte_budget: What they may keep alive, besides what forward keeps anyway; beyond it, the oldest are
             computed before their turn. None for no bound.
 
     Attributes:
-        most_held: The most bytes that were ever held back.
+        most_held: The most bytes that they ever kept alive.
     """
 
     def __init__(self, byte_budget: int | None) -> None:
         self.most_held = 0
         self._byte_budget = byte_budget
-        self._waiting: deque[Left] = deque()
+        self._waiting: deque[StageWeightGradients] = deque()
 
-    def add(self, left: Left) -> None:
-        """Takes note of what an X has left; computes what is too much."""
-        self._waiting.append(left)
+    def add(self, gradients: StageWeightGradients) -> None:
+        """Enter what an X has left behind; compute what is too much."""
+        self._waiting.append(gradients)
         while self._waiting and self._waiting[0].is_done:
             self._waiting.popleft()
         held = sum(one.held for one in self._waiting)
@@ -48,11 +47,11 @@ class Ledger:
         self.most_held = max(self.most_held, held)
 
     def clear(self) -> None:
-        """Forgets everything: a step has failed."""
+        """Forget everything, as after a step that failed."""
         self._waiting.clear()
 
 
-class Left:
+class StageWeightGradients:
     """The weight gradients of one stage and micro-batch."""
 
     def __init__(self, tasks: list[tuple[Parameters, Task]]) -> None:
@@ -69,7 +68,7 @@ class Left:
         return sum(task.held for _, task in self._tasks or ())
 
     def run(self) -> None:
-        """Computes them, unless that was done, and adds them to the gradients.
+        """Compute them, unless that was done, and add them to the gradients.
 
         A weight that was used several times has its gradients summed up first, as autograd does.
         """
@@ -82,12 +81,13 @@ class Left:
                     if p is not None and grad is not None:
                         sums[p] = sums[p] + grad if p in sums else grad
             for p, grad in sums.items():
-                _deliver(p, grad.to(p.dtype))
+                _accumulate(p, grad.to(p.dtype))
 
 
-def _deliver(p: nn.Parameter, grad: torch.Tensor) -> None:
-    """Adds to a gradient; by way of autograd where somebody wants to hear of it."""
+def _accumulate(p: nn.Parameter, grad: torch.Tensor) -> None:
+    """Add to a gradient."""
     if gradient_hooks(p):
+        # Only autograd runs a parameter's hooks: a backward of the parameter itself is the accumulation alone.
         with torch.enable_grad():
             p.backward(grad)
     elif p.grad is None:
@@ -96,41 +96,8 @@ def _deliver(p: nn.Parameter, grad: torch.Tensor) -> None:
         p.grad += grad
 
 
-class HeldTap(Tap):
-    """A weight and its bias as a stage's layers use them, with no way back to the weight through autograd."""
-
-    def __init__(self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, held: HeldGradients) -> None:
-        self.pending = _Leaving(layer, (weight, bias), held)  # type: ignore[arg-type]
-        self.weight, self.bias = _apart(weight), None if bias is None else _apart(bias)
-        self._leaf = True
-        self._low = {}
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-class _Leaving(Pending):
-    """Where a tap's calls leave their tasks: with the stage, not with the tap."""
-
-    def __init__(self, layer: int, params: Parameters, held: HeldGradients) -> None:
-        super().__init__(layer, held.queue, *params)
-        self._params = params
-        self._held = held
-
-    @property
-    def may_outlive(self) -> bool:
-        """They do: W comes after the backward that is X."""
-        return True
-
-    def leave(self, task: Task) -> None:
-        """Leaves the weight gradient of a call; called in backward."""
-        task.watch_inputs()
-        self._held.tasks.append((self._params, task))
-
-
-class HeldGradients:
-    """Where the backward of a stage leaves weight gradients until the schedule's W.
+class StageSplit:
+    """The split of a stage's backward: X leaves weight gradients here, W computes them.
 
     Args:
         ledger: Of this rank.
@@ -139,35 +106,97 @@ class HeldGradients:
         tasks: What the backward that runs now has left.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: WeightGradientLedger) -> None:
         self.tasks: list[tuple[Parameters, Task]] = []
-        self.queue = WeightGradientQueue(InLine())
         self._ledger = ledger
 
-    def calls(self) -> HeldCalls:
-        """Context for a forward whose weight gradients are to be held back."""
-        return HeldCalls(self)
+    def calls(self) -> CallSplitter:
+        """Return the context of a forward whose backward is split."""
+        return CallSplitter(_StageTaps(self.leave))
+
+    def leave(self, params: Parameters, task: Task) -> None:
+        """Take the weight gradient of a call; called in backward."""
+        task.watch_inputs()
+        self.tasks.append((params, task))
 
     def build(self) -> Callable[[], None]:
-        """What computes the weight gradients of the backward that has just run: torch's ``dw_builder``."""
-        left, self.tasks = Left(self.tasks), []
-        self._ledger.add(left)
-        return left.run
+        """Return what computes the weight gradients of the backward that has just run: torch's ``dw_builder``."""
+        gradients, self.tasks = StageWeightGradients(self.tasks), []
+        self._ledger.add(gradients)
+        return gradients.run
 
 
-class HeldCalls(SplitCalls):
-    """As :class:`SplitCalls`, for weights that are parameters; other weights keep their gradients in line."""
+class _StageTaps:
+    """The taps of one forward of a stage: one for each pair of weight and bias that are parameters.
 
-    def __init__(self, held: HeldGradients) -> None:
-        super().__init__(held.queue)
-        self._held = held
-        self._taps: dict[tuple[int, int], tuple[HeldTap, torch.Tensor, torch.Tensor | None]] = {}
+    Weights that are computed have no tap: their calls run stock, and X computes their gradients.
+    """
 
-    def _tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Tap | Call:
-        plain = isinstance(weight, nn.Parameter) and (bias is None or isinstance(bias, nn.Parameter))
-        if not plain:
-            return super()._tap(weight, bias)
+    def __init__(self, leave: Callable[[Parameters, Task], None]) -> None:
+        self.casts = Casts()
+        self._leave = leave
+        # By id: the entry keeps weight and bias alive, so that no other tensor gets their ids.
+        self._taps: dict[tuple[int, int], tuple[_StageTap, torch.Tensor, torch.Tensor | None]] = {}
+
+    def tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _StageTap | None:
+        """Return the tap of a weight and a bias."""
+        if not isinstance(weight, nn.Parameter) or not (bias is None or isinstance(bias, nn.Parameter)):
+            return None
         key = id(weight), id(bias)
         if key not in self._taps or not self._taps[key][0].stands_for(weight):
-            self._taps[key] = HeldTap(len(self._taps), weight, bias, self._held), weight, bias
+            self._taps[key] = _StageTap(len(self._taps), (weight, bias), self._leave), weight, bias
         return self._taps[key][0]
+
+    def has(self, param: object) -> bool:  # noqa: ARG002
+        """Return False: what other operations make of a weight is in X, as autograd does it."""
+        return False
+
+    def whole(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the parameter itself."""
+        return param
+
+
+class _StageTap:
+    """A weight and its bias as a stage's calls use them, cut off from autograd: no backward reaches the parameters."""
+
+    def __init__(self, layer: int, params: Parameters, leave: Callable[[Parameters, Task], None]) -> None:
+        weight, bias = params
+        self.pending = _StagePending(layer, params, leave)
+        self._copies = WeightCopies(_cut_off(weight), None if bias is None else _cut_off(bias), is_leaf=True)
+
+    def stands_for(self, weight: torch.Tensor) -> bool:
+        """Return whether the weight is still in the memory in which it was."""
+        return self._copies.stands_for(weight)
+
+    def used_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias in a precision."""
+        return self._copies.used_as(dtype)
+
+
+def _cut_off(p: nn.Parameter) -> torch.Tensor:
+    # It must require a gradient as the parameter does: the call decides by that which gradients it leaves.
+    return p.detach().requires_grad_(p.requires_grad)
+
+
+class _StagePending:
+    """Where the calls of a tap leave their weight gradients: with the stage, until W.
+
+    Attributes:
+        layer: Number of the tap.
+        may_outlive: Always: W comes after the backward that is X.
+    """
+
+    may_outlive = True
+
+    def __init__(self, layer: int, params: Parameters, leave: Callable[[Parameters, Task], None]) -> None:
+        self.layer = layer
+        self._params = params
+        self._leave = leave
+
+    def in_derivatives(self, weight: torch.Tensor, *, of_call: bool) -> torch.Tensor:  # noqa: ARG002
+        """Return the weight as it is."""
+        return weight
+
+    def leave(self, task: Task) -> None:
+        """Leave the weight gradient of a call with the stage."""
+        self._leave(self._params, task)

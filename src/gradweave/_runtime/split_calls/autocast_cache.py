@@ -31,6 +31,14 @@ class Casts(threading.local):
         return notes_of_node(product.grad_fn.next_functions[0][0])
 
 
+def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the precision in which autocast, if it is on, has a tensor used in linear and convolution calls."""
+    device = tensor.device.type
+    if tensor.is_floating_point() and tensor.dtype is not torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return tensor.dtype
+
+
 def is_cast_once(tensor: torch.Tensor) -> bool:
     """Whether autocast casts a tensor for the first call that uses it, and keeps the copy for the others."""
     return (

@@ -11,14 +11,13 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from gradweave._compat.eager import no_torch_function
-from gradweave.reordering.gradient_node import Pending, Tap
-from gradweave.reordering.queue import Gradients, Task
-from gradweave.reordering.shared_nodes import Call
+from gradweave._runtime.split_calls.taps import Pending, Tap
+from gradweave._runtime.split_calls.task import Gradients, Task
 
 aten = torch.ops.aten
 
 
-def split_linear(x: torch.Tensor, tap: Tap | Call) -> torch.Tensor:
+def split_linear(x: torch.Tensor, tap: Tap) -> torch.Tensor:
     """As ``functional.linear``, in the input's precision, the weight gradient left in the tap."""
     weight, bias = tap.used_as(x.dtype)
     shape = x.shape
@@ -32,7 +31,7 @@ def split_linear(x: torch.Tensor, tap: Tap | Call) -> torch.Tensor:
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending | Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, pending: Pending, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.pending = pending
         ctx.packed = _is_packed(weight.t())
@@ -57,7 +56,7 @@ class _Linear(Function):
         return None, of_x, None, None
 
 
-def _own(x: torch.Tensor, pending: Pending | Call) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def _own(x: torch.Tensor, pending: Pending) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """An input without the graph behind it; once more if the forward has computed it and its task may outlive that.
 
     A batch, which the loop may fill again, is not one of these.
@@ -116,7 +115,7 @@ class _Leaf(NamedTuple):
     tensor: torch.Tensor
 
 
-def split_convolution(x: torch.Tensor, tap: Tap | Call, geometry: Geometry, leaf: torch.Tensor) -> torch.Tensor:
+def split_convolution(x: torch.Tensor, tap: Tap, geometry: Geometry, leaf: torch.Tensor) -> torch.Tensor:
     """As ``aten::convolution``, in the input's precision, the weight gradient left in the tap."""
     weight, bias = tap.used_as(x.dtype)
     kept = _Leaf(leaf) if leaf.is_leaf and leaf.dtype is x.dtype else None
@@ -128,7 +127,7 @@ class _Convolution(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pending: Pending | Call,
+        pending: Pending,
         geometry: Geometry,
         x: torch.Tensor,
         weight: torch.Tensor,
