@@ -334,3 +334,15 @@ def test_a_state_that_is_reset_between_backward_and_step_is_refused(how):
                 optimizer.step()
         else:
             optimizer.step()
+
+
+def test_a_conversion_between_backward_and_step_is_refused_and_detach_gives_gradients_back():
+    model = make_net()
+    optimizer = adamw(model)
+    fusion = fuse(model, optimizer, "backward")
+    x, y = next(batches(1))
+    loss_of(model, x, y).backward()
+    with pytest.raises(GradweaveError, match="no weight has been changed"):
+        model.double()
+    fusion.detach()
+    assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())

@@ -8,6 +8,7 @@ import copy
 import threading
 from contextlib import suppress
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -162,3 +163,18 @@ def test_any_loop_comes_to_its_steps(kind, acts):
         for key, value in optimizer.state[q].items():
             mine = loop.optimizer.state[p][key]
             assert torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value, key
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("kind", [Eva, EvaF])
+def test_tracing_a_model_leaves_no_trace(kind):
+    loop = Loop(kind)
+    for x in BATCHES:
+        loss = loss_of(loop.model, x)
+        traced = torch.jit.trace(loop.model, x * 3)
+        assert torch.equal(traced(x), loop.model(x))
+        loss.backward()
+        loop.step(None)
+        loop.steps.append([("once", x)])
+    model, _ = plainly(kind, loop.steps)
+    assert torch.equal(weights(loop.model), weights(model))

@@ -92,7 +92,8 @@ class BackwardEngine:
         self._remove_hooks()
         for p, (grad, _) in self._watched.items():
             if p.grad is self._guards[p]:
-                p.grad = grad
+                p.grad = None  # the model may have been converted meanwhile, and what stood for the gradient not
+                p.grad = grad.to(p)
         self._watched.clear()
         if not keep_guards:
             for p, guard in self._guards.items():

@@ -35,6 +35,7 @@ from gradweave._compat.eager import (
     function_transform,
     gets_gradient,
     has_one_hook,
+    is_being_traced,
     watchers,
 )
 from gradweave._runtime.interception import weight_gradients_are_split
@@ -167,8 +168,8 @@ class Tap:
             return None
         weight = self.weight_of(module)
         compiling = is_compiling()
-        # torch.func differentiates with respect to other tensors than the layer's weight.
-        if not weight.requires_grad or (not compiling and function_transform() is not None):
+        # torch.func differentiates with respect to other tensors than the layer's weight; no trace has the sums.
+        if not weight.requires_grad or (not compiling and (function_transform() is not None or is_being_traced())):
             return None
         if not compiling and self.gpu_statistics.on_forward is not None:
             self.gpu_statistics.on_forward()
