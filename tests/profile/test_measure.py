@@ -147,7 +147,7 @@ def test_a_step_that_cannot_be_seen_is_traced(caplog):
     assert all(layer.forward > 0 and layer.weight_grad > 0 for layer in costs.layers)
 
 
-def test_a_model_that_nobody_can_trace():
+def test_a_model_that_cannot_be_traced():
     """What Python decides from a value is part of the step as it ran."""
     model, loss_fn, optimizer, batch = setting()
 
