@@ -26,7 +26,7 @@ def test_groups_that_are_none(cls):
         cls(make_mlp(), process_group=object())
 
 
-def test_one_process_averages_with_nobody():
+def test_one_process_averages_nothing():
     model = make_mlp()
     optimizer = Eva(model)
     loss_of(model, rows(1)[0]).backward()

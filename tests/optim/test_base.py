@@ -109,7 +109,7 @@ def test_step_hooks_and_closures_run(cls):
     optimizer = cls(model)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
 
     def closure():
         optimizer.zero_grad()
@@ -119,7 +119,7 @@ def test_step_hooks_and_closures_run(cls):
 
     first = optimizer.step(closure).item()
     assert optimizer.step(closure).item() < first
-    assert calls == ["before", "behind"] * 2
+    assert calls == ["before", "after"] * 2
 
 
 @every

@@ -39,7 +39,7 @@ def test_gradients_that_are_thrown_away_take_their_vectors_with_them(cls):
 
 
 @captured
-def test_a_step_uses_its_vectors_up_whoever_drops_the_gradients(cls):
+def test_a_step_uses_its_vectors_up_however_gradients_are_dropped(cls):
     model, other = make_mlp(), make_mlp()
     optimizer = cls(model)
     for x in rows():
@@ -155,7 +155,7 @@ def test_a_hook_that_cannot_be_put_on_takes_the_others_along(cls, monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_leading_direction_is_found_in_front_of_a_norm_too(bias):
+def test_the_leading_direction_is_found_before_a_norm_too(bias):
     """Where the mean of outputs' gradients is zero, and no vector of the published kind."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 16, 3, bias=bias), nn.BatchNorm2d(16), nn.Flatten(), nn.LazyLinear(3))

@@ -72,9 +72,9 @@ def test_it_trains_as_in_stock_order(cls, make, data, options):
 
 def test_updates_come_in_the_next_forward():
     *_, seen = train(EvaF, fused=True)
-    behind = seen[seen.index("step") + 1 :]
-    first, second = behind.index("step"), len(behind)
-    assert all(isinstance(one, int) for one in behind[first + 1 : behind.index("step", first + 1)])
+    after = seen[seen.index("step") + 1 :]
+    first, second = after.index("step"), len(after)
+    assert all(isinstance(one, int) for one in after[first + 1 : after.index("step", first + 1)])
     assert second > first
     assert len({one for one in seen if isinstance(one, int)}) > 1
 

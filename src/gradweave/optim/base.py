@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import finalize
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from gradweave._compat.foreach import asked_by_grad_scaler
 from gradweave._runtime.claims import PipelinePart, Technique, claim_model, claim_optimizer, is_claimed, pipeline_part
 from gradweave._runtime.requirements import refuse_sharded
-from gradweave._runtime.two_phase_step import Commit
+from gradweave._runtime.two_phase_step import Commit, TwoPhaseStep
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.optim import first_order
 from gradweave.optim.averaging import Ranks
@@ -407,6 +407,10 @@ class VectorOptimizer(Optimizer):
         """Return the factor that undoes the loss scale of a GradScaler, which leaves that to the optimizer."""
         scale = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else scale.reshape(()).to(device).double().reciprocal().float()
+
+
+if TYPE_CHECKING:
+    _implemented: type[TwoPhaseStep] = VectorOptimizer
 
 
 def _pipeline_of(model: nn.Module, of: str, rule: UpdateRule) -> PipelinePart | None:

@@ -463,7 +463,7 @@ def test_modes_that_are_entered_inside_stay():
 
 
 class Net(nn.Module):
-    """Torch's own transformer layers, with what comes before and behind them."""
+    """Torch's own transformer layers, with what comes before and after them."""
 
     def __init__(self):
         super().__init__()
@@ -497,7 +497,7 @@ class Small(Net):
 
 
 def break_graphs(model):
-    """Has compilers stop in the midst of an attention, before and behind what it computes."""
+    """Has compilers stop in the midst of an attention, before and after what it computes."""
     model.encoder.self_attn.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     model.decoder.self_attn.register_forward_hook(lambda *_: torch._dynamo.graph_break(), prepend=True)
 

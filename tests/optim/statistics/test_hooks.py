@@ -256,7 +256,7 @@ def test_nested_tensors_are_left_alone():
     assert optimizer.state[model.weight]["record"].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("is_seen", [True, False], ids=["behind the optimizer's hook", "in front of it"])
+@pytest.mark.parametrize("is_seen", [True, False], ids=["after the optimizer's hook", "before it"])
 def test_a_loss_of_a_layer_by_itself_under_autocast(is_seen):
     """Its backward runs in a hook: it is counted if the layer has been seen by then, and the graph is gone after it."""
 
