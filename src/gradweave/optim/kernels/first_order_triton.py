@@ -35,18 +35,18 @@ def _elements_of(chunks, chunk, aligned: tl.constexpr, block: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["first"])
-def measure_chunks(chunks, gradients, squares, inverse, first, aligned: tl.constexpr, block: tl.constexpr):
+def measure_chunks(chunks, gradients, squares, inverse_scale, first, aligned: tl.constexpr, block: tl.constexpr):
     """Write the square of each chunk's gradient, without the loss scale."""
     chunk = first + tl.program_id(0)
     tensor = tl.load(chunks + chunk * CHUNK.width + CHUNK.tensor)
     at, mask = _elements_of(chunks, chunk, aligned, block)
-    g = tl.load(_load_pointer(gradients, tensor, aligned) + at, mask=mask, other=0.0) * tl.load(inverse)
+    g = tl.load(_load_pointer(gradients, tensor, aligned) + at, mask=mask, other=0.0) * tl.load(inverse_scale)
     tl.store(squares + chunk, tl.sum(g * g, 0))
 
 
 @triton.jit(do_not_specialize=["first"])
 def update_sgd(
-    chunks, addresses, gradients, keep, inverse, rate, momentum, decay, sign, first,
+    chunks, addresses, gradients, keep, inverse_scale, rate, momentum, decay, sign, first,
     rate_is_tensor: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Update a chunk by SGD with momentum, if the step is taken."""
@@ -59,7 +59,7 @@ def update_sgd(
         lr = tl.load(rate).to(tl.float32)
     weight = _load_pointer(addresses, tensor * TENSOR.width + TENSOR.parameter, aligned) + at
     buffer = _load_pointer(addresses, tensor * TENSOR.width + TENSOR.first_moment, aligned) + at
-    g = tl.load(_load_pointer(gradients, tensor, aligned) + at, mask=mask, other=0.0) * (tl.load(inverse) * sign)
+    g = tl.load(_load_pointer(gradients, tensor, aligned) + at, mask=mask, other=0.0) * (tl.load(inverse_scale) * sign)
     p = tl.load(weight, mask=mask, other=0.0)
     new = tl.load(buffer, mask=mask, other=0.0) * momentum + g + p * decay
     tl.store(buffer, new, mask=mask)
@@ -87,8 +87,8 @@ def _bias_correction(steps, log_beta):
 
 @triton.jit(do_not_specialize=["first"])
 def update_adamw(
-    chunks, addresses, gradients, keep, inverse, rate, beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps, decay,
-    sign, first, rate_is_tensor: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
+    chunks, addresses, gradients, keep, inverse_scale, rate, beta1, rest1, log_beta1, beta2, rest2, log_beta2, eps,
+    decay, sign, first, rate_is_tensor: tl.constexpr, aligned: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Update a chunk by AdamW, if the step is taken; its tensor's steps are counted already."""
     chunk = first + tl.program_id(0)
@@ -101,7 +101,7 @@ def update_adamw(
     weight = _load_pointer(addresses, tensor * TENSOR.width + TENSOR.parameter, aligned) + at
     first_moment = _load_pointer(addresses, tensor * TENSOR.width + TENSOR.first_moment, aligned) + at
     second_moment = _load_pointer(addresses, tensor * TENSOR.width + TENSOR.second_moment, aligned) + at
-    g = tl.load(_load_pointer(gradients, tensor, aligned) + at, mask=mask, other=0.0) * (tl.load(inverse) * sign)
+    g = tl.load(_load_pointer(gradients, tensor, aligned) + at, mask=mask, other=0.0) * (tl.load(inverse_scale) * sign)
     p = tl.load(weight, mask=mask, other=0.0)
     mean = tl.load(first_moment, mask=mask, other=0.0) * beta1 + g * rest1
     variance = tl.load(second_moment, mask=mask, other=0.0) * beta2 + g * g * rest2

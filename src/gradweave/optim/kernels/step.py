@@ -166,7 +166,7 @@ class _Plan:
         gradients: Addresses of layers' gradients.
         first_order: Addresses of parameters without vectors, and of their states.
         first_order_gradients: Addresses of their gradients.
-        one: The number one, as a loss scale.
+        one: The number one, as an inverse loss scale.
         is_in_graph: Whether a captured graph reads the tables.
     """
 
@@ -234,15 +234,15 @@ class _Launches:
         first_chunk = -(-counts["layers"] // _SCRATCH_ALIGNMENT) * _SCRATCH_ALIGNMENT
         squares = torch.zeros(first_chunk + counts["chunks"], dtype=torch.float32, device=device)
         inverse = self._optimizer.inverse_loss_scale(device)
-        scale = inverse.to(torch.float32).view(1) if isinstance(inverse, torch.Tensor) else self._one
+        inverse_scale = inverse.to(torch.float32).view(1) if isinstance(inverse, torch.Tensor) else self._one
         self._make_vectors()
-        self._measure(scale, squares, squares[first_chunk:])
+        self._measure(inverse_scale, squares, squares[first_chunk:])
         # Summed in float64: squares that are finite in float32 may have a sum that is not.
         keep = self._optimizer.may_step([squares.to(torch.float64).sum()])
         taken = keep.to(torch.int32).view(1)
-        self._update(scale, taken)
+        self._update(inverse_scale, taken)
         if self._others:
-            self._update_others(scale, taken)
+            self._update_others(inverse_scale, taken)
         # Autograd does not see what kernels write: a graph that has saved a weight must raise in its backward.
         torch.autograd.graph.increment_version(list(self._written()))
 
@@ -259,21 +259,22 @@ class _Launches:
                 float(group["running_average"]), first, BLOCK_SIZES.long, num_warps=8,
             )  # fmt: skip
 
-    def _measure(self, scale: torch.Tensor, squares: torch.Tensor, chunk_squares: torch.Tensor) -> None:
+    def _measure(self, inverse_scale: torch.Tensor, squares: torch.Tensor, chunk_squares: torch.Tensor) -> None:
         """Launch the first pass over gradients, and what makes squares and scales of its parts."""
         kernels, tables = self._kernels, self._tables
         for launch in tables.tile_launches:
             group = self._groups[launch.group_index]
             kernels.measure_tiles[(launch.tiles.length,)](
-                tables.tiles, tables.matrices, self._at, self._gradients_at, self._vectors, scale,
+                tables.tiles, tables.matrices, self._at, self._gradients_at, self._vectors, inverse_scale,
                 float(group["momentum"]), _sign(group), launch.tiles.first, tables.has_left, launch.is_aligned,
                 launch.rows, launch.columns, num_warps=8,
             )  # fmt: skip
         for group_index, (first, count) in tables.blocks_of.items():
             group = self._groups[group_index]
             kernels.reduce_parts[(count,)](
-                tables.blocks, tables.matrices, self._at, self._gradients_at, self._vectors, self._block_sums, scale,
-                float(group["momentum"]), _sign(group), first, tables.has_left, BLOCK_SIZES.parts, BLOCK_SIZES.vector,
+                tables.blocks, tables.matrices, self._at, self._gradients_at, self._vectors, self._block_sums,
+                inverse_scale, float(group["momentum"]), _sign(group), first, tables.has_left, BLOCK_SIZES.parts,
+                BLOCK_SIZES.vector,
             )  # fmt: skip
         for group_index, (first, count) in tables.matrices_of.items():
             damping, output_damping = self._groups[group_index]["damping"], self._groups[group_index]["output_damping"]
@@ -287,11 +288,11 @@ class _Launches:
         )  # fmt: skip
         for chunks in tables.chunk_launches:
             self._first_order_kernels.measure_chunks[(chunks.chunks.length,)](
-                tables.chunks, self._first_order_gradients_at, chunk_squares, scale, chunks.chunks.first,
+                tables.chunks, self._first_order_gradients_at, chunk_squares, inverse_scale, chunks.chunks.first,
                 chunks.is_aligned, BLOCK_SIZES.flat,
             )  # fmt: skip
 
-    def _update(self, scale: torch.Tensor, taken: torch.Tensor) -> None:
+    def _update(self, inverse_scale: torch.Tensor, taken: torch.Tensor) -> None:
         """Launch the second pass over gradients: momentum and weights, and then vectors."""
         kernels, tables = self._kernels, self._tables
         for launch in tables.tile_launches:
@@ -299,7 +300,7 @@ class _Launches:
             rate, is_tensor = _rate(group)
             kernels.update_tiles[(launch.tiles.length,)](
                 tables.tiles, tables.matrices, self._at, self._gradients_at, self._vectors, self._matrix_numbers,
-                self._layer_numbers, taken, scale, rate, float(group["momentum"]), float(group["weight_decay"]),
+                self._layer_numbers, taken, inverse_scale, rate, float(group["momentum"]), float(group["weight_decay"]),
                 _sign(group), LEAST, launch.tiles.first, tables.has_left, is_tensor, launch.is_aligned,
                 BLOCK_SIZES.max_repeats * launch.rows, launch.rows, launch.columns, num_warps=8,
             )  # fmt: skip
@@ -307,18 +308,18 @@ class _Launches:
             tables.layers, tables.matrices, self._at, self._vectors, taken, BLOCK_SIZES.long, num_warps=8
         )
 
-    def _update_others(self, scale: torch.Tensor, taken: torch.Tensor) -> None:
+    def _update_others(self, inverse_scale: torch.Tensor, taken: torch.Tensor) -> None:
         count = len(self._others)
         self._first_order_kernels.count_steps[-(-count // BLOCK_SIZES.vector),](
             self._first_order_at, taken, count, BLOCK_SIZES.vector
         )
         for launch in self._tables.chunk_launches:
-            self._update_chunks(launch, scale, taken)
+            self._update_chunks(launch, inverse_scale, taken)
 
-    def _update_chunks(self, launch: ChunkLaunch, scale: torch.Tensor, taken: torch.Tensor) -> None:
+    def _update_chunks(self, launch: ChunkLaunch, inverse_scale: torch.Tensor, taken: torch.Tensor) -> None:
         kernels, group = self._first_order_kernels, self._groups[launch.group_index]
         rate, is_tensor = _rate(group)
-        where = (self._tables.chunks, self._first_order_at, self._first_order_gradients_at, taken, scale, rate)
+        where = (self._tables.chunks, self._first_order_at, self._first_order_gradients_at, taken, inverse_scale, rate)
         decay, sign = float(group["weight_decay"]), _sign(group)
         how = (launch.chunks.first, is_tensor, launch.is_aligned, BLOCK_SIZES.flat)
         if group["rule"] == SGD:

@@ -165,7 +165,7 @@ def _look_ahead(gradient, momentum_buffer, momentum):
 
 @triton.jit(do_not_specialize=["first"])
 def measure_tiles(
-    tiles, matrices, addresses, gradients, vectors, loss_scale, momentum, sign, first,
+    tiles, matrices, addresses, gradients, vectors, inverse_scale, momentum, sign, first,
     has_left: tl.constexpr, aligned: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
     """Write a tile's parts of ``q``, of ``w``, of the squares of rows and of their largest gradients: the first pass.
@@ -207,7 +207,7 @@ def measure_tiles(
         buffer = tl.multiple_of(buffer, 16)
     gradient += start
     buffer += start
-    factor = tl.load(loss_scale) * sign
+    factor = tl.load(inverse_scale) * sign
     strip_row = tl.arange(0, block_rows)
     strip_column = tl.arange(0, block_columns)
     inside = first_column + strip_column < columns
@@ -231,7 +231,7 @@ def measure_tiles(
 
 @triton.jit(do_not_specialize=["first_block"])
 def reduce_parts(
-    blocks, matrices, addresses, gradients, vectors, block_sums, loss_scale, momentum, sign, first_block,
+    blocks, matrices, addresses, gradients, vectors, block_sums, inverse_scale, momentum, sign, first_block,
     has_left: tl.constexpr, parts_at_once: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of a block of ``q``, of rows' squares and largest gradients, or of a block of ``w``.
@@ -277,7 +277,7 @@ def reduce_parts(
     has_bias = (bias_gradient != 0) & (tl.load(row + MATRIX.has_bias) > 0) & (of_columns == 0)
     bias = bias_gradient.to(tl.pointer_type(tl.float32)) + tl.load(row + MATRIX.group) * rows
     buffer = load_pointer(addresses, layer * TENSOR.width + TENSOR.bias_momentum) + tl.load(row + MATRIX.group) * rows
-    g = tl.load(bias + at, mask=inside & has_bias, other=0.0) * (tl.load(loss_scale) * sign)
+    g = tl.load(bias + at, mask=inside & has_bias, other=0.0) * (tl.load(inverse_scale) * sign)
     largest = tl.maximum(largest, tl.abs(g))
     g = _look_ahead(g, tl.load(buffer + at, mask=inside & has_bias, other=0.0), momentum)
     product += g
@@ -417,7 +417,7 @@ def _load_rows(
 
 @triton.jit(do_not_specialize=["first"])
 def update_tiles(
-    tiles, matrices, addresses, gradients, vectors, matrix_numbers, layer_numbers, keep, loss_scale, rate, momentum,
+    tiles, matrices, addresses, gradients, vectors, matrix_numbers, layer_numbers, keep, inverse_scale, rate, momentum,
     decay, sign, least, first,
     has_left: tl.constexpr, rate_is_tensor: tl.constexpr, aligned: tl.constexpr,
     most_rows: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
@@ -490,7 +490,7 @@ def update_tiles(
     bias_weights = load_pointer(addresses, layer * TENSOR.width + TENSOR.bias) + bias_start
     bias_buffers = load_pointer(addresses, layer * TENSOR.width + TENSOR.bias_momentum) + bias_start
     bias_right = tl.load(numbers + MATRIX_NUMBER.u_bias) - alpha_uq
-    factor = tl.load(loss_scale) * sign
+    factor = tl.load(inverse_scale) * sign
 
     for above in range(0, end_row - first_row, block_rows):
         at = first_row + above + strip_row
