@@ -343,3 +343,15 @@ def test_a_step_that_fails_leaves_every_parameter_in_the_state_dict(mode):
                 optimizer.zero_grad()
             optimizer.broken = False
         assert len(optimizer.state_dict()["param_groups"][0]["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_layer_that_is_frozen_between_backward_and_step(at):
+    def odd(i, model, optimizer, x, y):
+        loss_of(model, x, y).backward()
+        if i == at:
+            model.inner.requires_grad_(requires_grad=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    same_or_refused(odd, make=sgd)

@@ -68,9 +68,12 @@ class Technique:
     def _sees_weights(name, kind, body):
         """Whether what an operation between backward and step leaves behind depends on the weights it finds.
 
-        A change through .data, a checkpoint, and what a forward adds to a norm's running averages.
+        A change through .data, a checkpoint, and what a forward adds to a norm's running averages; a conversion, which
+        is refused at the first gradient, leaves a model that torch has converted in part.
         """
-        return name == "save" or (name == "edit" and kind != "in place") or (name == "forward" and body in AVERAGING)
+        if name == "forward":
+            return body in AVERAGING
+        return name in ("save", "convert") or (name == "edit" and kind != "in place")
 
     @staticmethod
     def leaves_begun(operation, begun):

@@ -394,6 +394,9 @@ class BackwardEngine:
         self._steps += 1
         if self._watching and self._watched and self._thrown_away > 0 and self._steps == 1:
             self._watched = {}  # one batch may be left out before the first step; whether more are shows in the second
+        elif self._watching and any(not p.requires_grad for p in self._watched):
+            self._watched = {}  # frozen since its gradient came: another step is watched, with those that train now
+            self._watch()
         elif self._watching and self._watched:
             used = self._watched
             self._arm()
