@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from gradweave._runtime.peers.link import measure_all_reduce
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave.compare.models import GPT, ResNet18
 from gradweave.parallel.data_parallel import DataParallel
 from gradweave.parallel.data_parallel.autotune import simulate
 from gradweave.parallel.data_parallel.layers import UseOrder
 from gradweave.parallel.data_parallel.reverse_first_k import Watched
 from gradweave.parallel.data_parallel.step_costs import StepWatch
-from gradweave.reordering.queue import WeightGradientQueue
 from gradweave.schedule import Link, network
 
 LEADING_STEPS = 3

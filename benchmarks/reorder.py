@@ -52,12 +52,12 @@ from torch import nn
 from turns import AGAIN, CHECKED_STEPS, Child, ChildFailedError, ready_ones, serve, take_turns
 
 import gradweave
+from gradweave._runtime.split_calls.queue import InLine
 from gradweave.compare.models import GPT
 from gradweave.compare.run import environment
 from gradweave.fusion import Fusion
 from gradweave.profile import cached_costs, measure_costs
 from gradweave.reordering.api import Reordering, reorder
-from gradweave.reordering.lanes import InLine
 from gradweave.schedule import Costs, plan, single
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

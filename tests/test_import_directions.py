@@ -41,8 +41,6 @@ LAYERS = (
 
 UPWARD_OR_SIDEWAYS = {
     ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",
-    ("parallel.data_parallel.api", "reordering"): "runs weight gradients from reordering's queue",
-    ("parallel.data_parallel.reverse_first_k", "reordering"): "holds weight gradients back in reordering's queue",
 }
 """Importing module and imported package, with the reason; both below ``gradweave``."""
 

@@ -10,11 +10,11 @@ from gradweave._runtime.interception import (
     apply_pending_updates,
     weight_gradients_are_split,
 )
-from gradweave.reordering.interception import SplitCalls
+from gradweave._runtime.split_calls.queued_calls import QueuedCalls
 
 
 def test_reordering_splits_weight_gradients():
-    assert issubclass(SplitCalls, WeightGradientSplitter)
+    assert issubclass(QueuedCalls, WeightGradientSplitter)
 
 
 class Splitter(WeightGradientSplitter):

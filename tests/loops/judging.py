@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradweave
+from gradweave._runtime.split_calls.queue import InLine
 from gradweave.errors import GradweaveError
 from gradweave.reordering.api import Reordering, layer_names, reorder
 from gradweave.reordering.auto import Trial
-from gradweave.reordering.lanes import InLine
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
 from loops.odd_loops import Loop, Run, batch_of

@@ -9,10 +9,10 @@ from torch import nn, optim
 
 from gradweave import _logging
 from gradweave._runtime.ab_trial import RULES, ABTrial
+from gradweave._runtime.split_calls.queue import InLine
 from gradweave.reordering import auto
 from gradweave.reordering.api import Reordering, is_reordered, reorder
 from gradweave.reordering.auto import Trial, predicted
-from gradweave.reordering.lanes import InLine
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gradweave import plan
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
+from gradweave._runtime.split_calls.queued_calls import QueuedCalls
 from gradweave._runtime.split_calls.task import Task
 from gradweave.errors import ArgumentError
 from gradweave.reordering.executor import Planned, crossing_in, turns_of
-from gradweave.reordering.interception import SplitCalls
-from gradweave.reordering.queue import WeightGradientQueue
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
@@ -40,7 +40,7 @@ def gradients(model, x, place=None, budget=None):
     else:
         weights = {number: (layer.weight, layer.bias) for number, layer in enumerate(model)}
         queue = WeightGradientQueue(place, budget)
-        with SplitCalls(queue, weights):
+        with QueuedCalls(queue, weights):
             loss = model(x).square().sum()
         loss.backward()
         assert queue.held == 0
@@ -110,7 +110,7 @@ def test_layers_keep_their_numbers_where_some_are_frozen():
     model[1].requires_grad_(False)
     place = Noting()
     queue = WeightGradientQueue(Planned(place, ((3, None), (2, 0))))
-    with SplitCalls(queue, {number: (layer.weight, layer.bias) for number, layer in enumerate(model)}):
+    with QueuedCalls(queue, {number: (layer.weight, layer.bias) for number, layer in enumerate(model)}):
         loss = model(torch.randn(3, 4)).sum()
     loss.backward()
     assert place.started == [3, 2]
@@ -129,7 +129,7 @@ def test_a_backward_that_fails_takes_its_tasks_along():
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     queue = WeightGradientQueue(Planned(Noting(), ((1, None), (0, None))))
     for fails in (True, False):
-        with SplitCalls(queue, {number: (layer.weight, layer.bias) for number, layer in enumerate(layers)}):
+        with QueuedCalls(queue, {number: (layer.weight, layer.bias) for number, layer in enumerate(layers)}):
             x = layers[0](torch.ones(2, 4))
             loss = layers[1](Fails.apply(x) if fails else x).sum()
         if fails:

@@ -404,8 +404,8 @@ def test_copies_made_in_the_middle_of_a_step_train_as_stock():
 
 def test_counters_see_one_forward_and_one_backward_a_step():
     """Nothing is run for the sake of a trial."""
+    from gradweave._runtime.split_calls.queue import InLine
     from gradweave.reordering.auto import Trial
-    from gradweave.reordering.lanes import InLine
 
     model, forwards, backwards = net(), [], []
     api.Reordering(model, InLine(), None, trial=Trial(torch.device("cpu")))

@@ -34,15 +34,15 @@ from gradweave._runtime.requirements import (
     require_module,
     require_one_device,
 )
+from gradweave._runtime.split_calls.queue import InLine, Place, WeightGradientQueue
+from gradweave._runtime.split_calls.queued_calls import QueuedCalls
+from gradweave._runtime.split_calls.shared_nodes import SharedTaps
 from gradweave._runtime.split_calls.task import Recorder
 from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.reordering.auto import Trial, predicted
 from gradweave.reordering.cross_step import Crossing, Weights
 from gradweave.reordering.executor import Planned, crossing_in, turns_of
-from gradweave.reordering.interception import SplitCalls
-from gradweave.reordering.lanes import Beside, InLine
-from gradweave.reordering.queue import Place, WeightGradientQueue
-from gradweave.reordering.shared_nodes import SharedTaps
+from gradweave.reordering.lanes import Beside
 from gradweave.reordering.with_fusion import Following
 from gradweave.schedule.builders import single
 from gradweave.schedule.costs import Costs
@@ -242,7 +242,7 @@ class Reordering(Attachment):
         self._why = why
         self._layers = _layers(model)
         self._own = _Own()
-        self._open: WeakSet[SplitCalls] = WeakSet()
+        self._open: WeakSet[QueuedCalls] = WeakSet()
         self._detached = False
         self._hooks: list[RemovableHandle] = []
         self._claims = ExitStack()
@@ -321,7 +321,7 @@ class Reordering(Attachment):
             if self._following is not None:
                 self._following.begin_forward({number: weights[number] for number in followed})
             if torch.is_grad_enabled():  # torch's fast ways of evaluating are not taken where anybody looks on
-                calls = SplitCalls(self._queue, weights, followed, self._taps)
+                calls = QueuedCalls(self._queue, weights, followed, self._taps)
                 stack.enter_context(calls)
                 self._open.add(calls)
         self._own.forwards.append((depth, calls, stack))
@@ -391,7 +391,7 @@ class _Own(threading.local):
     """
 
     def __init__(self) -> None:
-        self.forwards: list[tuple[int, SplitCalls | None, ExitStack]] = []
+        self.forwards: list[tuple[int, QueuedCalls | None, ExitStack]] = []
 
 
 class _Leave(ModuleHook):

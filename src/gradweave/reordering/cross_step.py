@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from gradweave._compat.eager import gradient_hooks
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave._runtime.split_calls.task import Gradients, Task
 from gradweave.reordering.deferred_gradients import HandedOn, can_wait
-from gradweave.reordering.queue import WeightGradientQueue
 
 Weights = Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]
 """Weight and bias of a layer, by its number."""

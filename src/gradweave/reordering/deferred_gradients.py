@@ -10,10 +10,10 @@ import torch
 from gradweave._compat.eager import will_be_accumulated
 from gradweave._runtime.deferred.late import LateGradient
 from gradweave._runtime.optimizer_steps.partial import no_autocast
+from gradweave._runtime.split_calls.gradient_node import sum_of
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave._runtime.split_calls.task import Gradients, Task
 from gradweave.errors import GradweaveError
-from gradweave.reordering.gradient_node import sum_of
-from gradweave.reordering.queue import WeightGradientQueue
 
 
 class HandedOn:

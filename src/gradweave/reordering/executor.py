@@ -10,9 +10,9 @@ from weakref import WeakSet, WeakValueDictionary
 import torch
 
 from gradweave._compat.eager import NO_BACKWARD, current_backward
+from gradweave._runtime.split_calls.queue import Place
 from gradweave._runtime.split_calls.task import Task
 from gradweave.errors import ArgumentError
-from gradweave.reordering.queue import Place
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.tasks import Kind
 from gradweave.schedule.tasks import Task as ScheduledTask

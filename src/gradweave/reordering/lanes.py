@@ -1,4 +1,4 @@
-"""Where weight gradients run: in line, or beside the chain of input gradients on a stream of their own."""
+"""Weight gradients beside the chain of input gradients, on a stream of their own."""
 
 from __future__ import annotations
 
@@ -7,18 +7,6 @@ from weakref import WeakKeyDictionary
 import torch
 
 from gradweave._runtime.split_calls.task import Task
-
-
-class InLine:
-    """On the stream of the backward, when they are asked for."""
-
-    stream = None
-
-    def start(self, task: Task) -> None:
-        """Nothing is done ahead."""
-
-    def wait(self, task: Task) -> None:
-        """There is only one stream."""
 
 
 class Beside:

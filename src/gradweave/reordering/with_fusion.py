@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import torch
 
 from gradweave._compat.eager import NO_BACKWARD, at_end_of_backward, current_backward
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave._runtime.split_calls.task import Gradients, Task
 from gradweave.reordering.cross_step import Weights, is_of_layer
 from gradweave.reordering.deferred_gradients import HandedOn, can_wait
-from gradweave.reordering.queue import WeightGradientQueue
 
 
 class Following:

@@ -2,9 +2,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gradweave._runtime.split_calls.queue import InLine, WeightGradientQueue
 from gradweave.parallel.data_parallel.reverse_first_k import HeldBack
-from gradweave.reordering.lanes import InLine
-from gradweave.reordering.queue import WeightGradientQueue
 
 
 def test_gradients_are_the_stock_ones_and_come_first_layer_first():

@@ -2,11 +2,11 @@ import pytest
 import torch
 from torch import nn
 
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave._runtime.split_calls.task import Task
 from gradweave.parallel.data_parallel.layers import UseOrder
 from gradweave.parallel.data_parallel.reverse_first_k import Watched
 from gradweave.parallel.data_parallel.step_costs import StepWatch
-from gradweave.reordering.queue import WeightGradientQueue
 
 FORWARD, BACKWARD, UPDATE = 0.004, 0.008, 0.02
 

@@ -29,6 +29,7 @@ from gradweave._runtime.peers.same_on_ranks import (
     same_on_ranks,
 )
 from gradweave._runtime.replicas import Lookout
+from gradweave._runtime.split_calls.queue import InLine, WeightGradientQueue
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.errors import ArgumentError, GradweaveError, LostPeerError
 from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, Choice
@@ -41,8 +42,6 @@ from gradweave.parallel.data_parallel.reducer import Reducer
 from gradweave.parallel.data_parallel.replica_check import Together
 from gradweave.parallel.data_parallel.reverse_first_k import HeldBack, Watched
 from gradweave.parallel.data_parallel.step_costs import StepWatch
-from gradweave.reordering.lanes import InLine
-from gradweave.reordering.queue import WeightGradientQueue
 
 POLICIES = ("auto", "reverse_first_k", "no_barrier", "in_order")
 BUCKET_BYTES = 4 * 2**20

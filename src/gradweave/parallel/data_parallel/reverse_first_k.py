@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from gradweave._compat.eager import no_torch_function
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
+from gradweave._runtime.split_calls.queued_calls import QueuedCalls
 from gradweave.parallel.data_parallel.layers import Layer
-from gradweave.reordering.interception import SplitCalls
-from gradweave.reordering.queue import WeightGradientQueue
 
 _WITH_WEIGHTS = {
     functional.linear, functional.conv1d, functional.conv2d, functional.conv3d,
@@ -21,7 +21,7 @@ _WITH_WEIGHTS = {
 }  # fmt: skip
 
 
-class HeldBack(SplitCalls):
+class HeldBack(QueuedCalls):
     """Context of a forward whose backward computes the weight gradients of some layers last, first layer first.
 
     Of the nodes that are ready, autograd runs the one made last: so the weights are tapped before the
@@ -59,7 +59,7 @@ class HeldBack(SplitCalls):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class Watched(SplitCalls):
+class Watched(QueuedCalls):
     """Context of a forward whose weight gradients come where they always do, each as a task of its layer.
 
     Args:

@@ -19,9 +19,9 @@ import torch
 from torch.autograd import Function
 
 from gradweave._compat.eager import current_backward
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave._runtime.split_calls.taps import WeightCopies
 from gradweave._runtime.split_calls.task import Gradients, Task
-from gradweave.reordering.queue import WeightGradientQueue
 
 Precisions = tuple[torch.dtype | None, torch.dtype | None]
 """Of a weight and of its bias; None for what stays as it is."""

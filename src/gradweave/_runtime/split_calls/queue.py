@@ -27,6 +27,18 @@ class Place(Protocol):
         """From here on the current stream may use the task's results, and its inputs' memory."""
 
 
+class InLine:
+    """The stream of the backward, on which tasks run when their gradients are asked for."""
+
+    stream = None
+
+    def start(self, task: Task) -> None:
+        """Do nothing ahead."""
+
+    def wait(self, task: Task) -> None:
+        """Return at once: there is only one stream."""
+
+
 class Late(Protocol):
     """Who may have gradients handed on before they are computed."""
 

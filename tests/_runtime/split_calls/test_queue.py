@@ -5,10 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradweave._runtime.split_calls.queue import InLine, WeightGradientQueue
 from gradweave._runtime.split_calls.task import Task
 from gradweave.errors import GradweaveError
-from gradweave.reordering.lanes import InLine
-from gradweave.reordering.queue import WeightGradientQueue
 
 
 def task(layer, elements, ran):

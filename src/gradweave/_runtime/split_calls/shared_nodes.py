@@ -25,9 +25,9 @@ from gradweave._compat.eager import (
     watchers,
 )
 from gradweave._runtime.split_calls.autocast_cache import Casts, is_cast_once
+from gradweave._runtime.split_calls.gradient_node import add, in_precision
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave._runtime.split_calls.task import Gradients, Task
-from gradweave.reordering.gradient_node import add, in_precision
-from gradweave.reordering.queue import WeightGradientQueue
 
 Layers = Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]
 """Weights and biases by the number of their layer."""

@@ -1,4 +1,4 @@
-"""Reordering's taps: what linear and convolution calls go through whose weight gradients are left in a queue."""
+"""Forwards whose linear and convolution calls leave their weight gradients in a queue."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from gradweave._compat.eager import in_function_transform, is_being_traced
 from gradweave._runtime.split_calls.autocast_cache import autocast_dtype, is_cast_once
+from gradweave._runtime.split_calls.gradient_node import Tap
 from gradweave._runtime.split_calls.mode import CallSplitter
-from gradweave.reordering.gradient_node import Tap
-from gradweave.reordering.queue import WeightGradientQueue
-from gradweave.reordering.shared_nodes import Call, SharedTaps
+from gradweave._runtime.split_calls.queue import WeightGradientQueue
+from gradweave._runtime.split_calls.shared_nodes import Call, SharedTaps
 
 Weights = Mapping[int, tuple[torch.Tensor, torch.Tensor | None]]
 """Weights and biases by the number of their layer."""
 
 
-class SplitCalls(CallSplitter):
+class QueuedCalls(CallSplitter):
     """Context in which linear and convolution calls leave their weight gradients in a queue.
 
     Args:

@@ -13,12 +13,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from gradweave._runtime.split_calls.gradient_node import Pending, Tap
+from gradweave._runtime.split_calls.queue import InLine, WeightGradientQueue
+from gradweave._runtime.split_calls.queued_calls import QueuedCalls
+from gradweave._runtime.split_calls.shared_nodes import Call, SharedTap
 from gradweave._runtime.split_calls.task import Task
-from gradweave.reordering.gradient_node import Pending, Tap
-from gradweave.reordering.interception import SplitCalls
-from gradweave.reordering.lanes import InLine
-from gradweave.reordering.queue import WeightGradientQueue
-from gradweave.reordering.shared_nodes import Call, SharedTap
 
 
 def weights_of(model):
@@ -34,7 +33,7 @@ def gradients(model, x, *, split, delayed=True, budget=None, autocast=False, bac
     for _ in range(backwards):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if split:
-                with SplitCalls(queue, weights_of(model) if delayed else None):
+                with QueuedCalls(queue, weights_of(model) if delayed else None):
                     out = model(x)
             else:
                 out = model(x)
@@ -167,7 +166,7 @@ def test_attention_is_made_of_what_torch_is_made_of_now(monkeypatch):
     model, x, seen = nn.MultiheadAttention(8, 2), torch.randn(5, 3, 8), []
     real = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: (seen.append(1), real(*a, **k))[1])
-    with SplitCalls(WeightGradientQueue(InLine())):
+    with QueuedCalls(WeightGradientQueue(InLine())):
         model(x, x, x, need_weights=False)
     assert seen
 
@@ -181,7 +180,7 @@ def test_attention_that_another_mode_looks_at_is_not_taken_apart():
             return func(*args, **(kwargs or {}))
 
     model, x = nn.MultiheadAttention(8, 2), torch.randn(5, 3, 8)
-    with Mine() as mode, SplitCalls(WeightGradientQueue(InLine())):
+    with Mine() as mode, QueuedCalls(WeightGradientQueue(InLine())):
         model(x, x, x)[0].sum().backward()
     assert mode.seen == 1
 
@@ -262,7 +261,7 @@ def test_all_input_gradients_come_before_delayed_weight_gradients():
     for delayed, expected in ((True, "X2 X1 X0 W2 W1 W0"), (False, "W2 X2 W1 X1 W0 X0")):
         order.clear()
         x = torch.randn(2, 4, requires_grad=True)
-        with SplitCalls(WeightGradientQueue(InLine()), weights_of(model) if delayed else None):
+        with QueuedCalls(WeightGradientQueue(InLine()), weights_of(model) if delayed else None):
             for index, layer in enumerate(model):
                 x = layer(Noted.apply(x, f"X{index}"))
         x.sum().backward()
@@ -276,7 +275,7 @@ def test_second_derivatives(autocast):
         x = torch.randn(2, 3, 4, requires_grad=True)
         queue = WeightGradientQueue(InLine())
         with (
-            SplitCalls(queue, weights_of(model)) if split else torch.enable_grad(),
+            QueuedCalls(queue, weights_of(model)) if split else torch.enable_grad(),
             torch.autocast("cpu", torch.bfloat16, enabled=autocast),
         ):
             loss = model(x).float().square().sum()
@@ -293,7 +292,7 @@ def test_second_derivatives(autocast):
 
 def test_a_weight_changed_before_backward_is_an_error():
     model = nn.Linear(4, 4)
-    with SplitCalls(WeightGradientQueue(InLine())):
+    with QueuedCalls(WeightGradientQueue(InLine())):
         loss = model(torch.randn(2, 4, requires_grad=True)).sum()
     with torch.no_grad():
         model.weight.mul_(2)
@@ -313,7 +312,7 @@ def test_a_backward_that_fails_can_be_followed_by_another():
 
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     queue = WeightGradientQueue(InLine())
-    with SplitCalls(queue, weights_of(model)):
+    with QueuedCalls(queue, weights_of(model)):
         x = model[0](torch.randn(2, 4, requires_grad=True))
         loss = model[2](model[1](Fails.apply(x))).sum()
     with pytest.raises(ValueError, match="on purpose"):
@@ -322,7 +321,7 @@ def test_a_backward_that_fails_can_be_followed_by_another():
     del loss, x
     model.zero_grad()
     x = torch.randn(2, 4)
-    with SplitCalls(queue, weights_of(model)):
+    with QueuedCalls(queue, weights_of(model)):
         model[2](model[1](model[0](x))).sum().backward()
     gc.collect()
     assert queue.held == 0
@@ -335,7 +334,7 @@ def test_a_backward_that_fails_can_be_followed_by_another():
 def test_no_grad_and_function_transforms_run_stock():
     model = nn.Linear(4, 4)
     x = torch.randn(2, 4)
-    with SplitCalls(WeightGradientQueue(InLine())):
+    with QueuedCalls(WeightGradientQueue(InLine())):
         with torch.no_grad():
             assert not model(x).requires_grad
         weights = dict(model.named_parameters())
@@ -347,7 +346,7 @@ def test_gradients_of_inputs_alone_leave_nothing_behind():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     queue = WeightGradientQueue(InLine())
     x = torch.randn(2, 4, requires_grad=True)
-    with SplitCalls(queue, weights_of(model)):
+    with QueuedCalls(queue, weights_of(model)):
         loss = model(x).sum()
     expected = torch.autograd.grad(model(x).sum(), [x, model[2].weight])
     made = torch.autograd.grad(loss, x, retain_graph=True)[0]
@@ -368,7 +367,7 @@ def test_several_forwards_before_one_backward():
         queue = WeightGradientQueue(InLine(), 40)
         total = 0
         for _ in range(2):
-            with SplitCalls(queue, weights_of(model)) if split else torch.enable_grad():
+            with QueuedCalls(queue, weights_of(model)) if split else torch.enable_grad():
                 total = total + model(torch.randn(3, 4)).square().sum()
         total.backward()
         assert queue.most_held <= 40
@@ -421,7 +420,7 @@ def test_odd_shapes_run_stock():
         (torch.randn(2, 4, requires_grad=True), torch.randn(1, 2, requires_grad=True)),
         (torch.randn(0, 4, requires_grad=True), torch.randn(0, requires_grad=True)),
     ):
-        with SplitCalls(WeightGradientQueue(InLine())):
+        with QueuedCalls(WeightGradientQueue(InLine())):
             F.linear(x, weight, bias).sum().backward()
         made, weight.grad = weight.grad, None
         F.linear(x, weight, bias).sum().backward()
@@ -433,7 +432,7 @@ def test_gradients_are_handed_over_and_not_copied():
 
     def copies(split):
         model.zero_grad()
-        with SplitCalls(WeightGradientQueue(InLine()), weights_of(model)) if split else torch.enable_grad():
+        with QueuedCalls(WeightGradientQueue(InLine()), weights_of(model)) if split else torch.enable_grad():
             loss = model(torch.randn(2, 16)).sum()
         with torch.profiler.profile() as profile:
             loss.backward()
@@ -452,7 +451,7 @@ def test_nothing_is_left_behind_by_many_steps():
 
     counts = []
     for number in range(8):
-        with SplitCalls(queue, weights_of(model)):
+        with QueuedCalls(queue, weights_of(model)):
             loss = model(torch.randn(2, 3, 4)).sum()
         if number % 2:
             loss.backward()
@@ -469,7 +468,7 @@ def test_two_threads_train_one_model():
 
     def work():
         for _ in range(100):
-            with SplitCalls(queue, weights_of(model)):
+            with QueuedCalls(queue, weights_of(model)):
                 loss = model(torch.ones(2, 4)).sum()
             made = torch.autograd.grad(loss, list(model.parameters()))
             if not all(torch.equal(a, b) for a, b in zip(made, expected, strict=True)):
