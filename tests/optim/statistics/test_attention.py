@@ -18,10 +18,10 @@ from gradweave._compat.dispatch import EveryCall
 from gradweave._compat.eager import function_modes
 from gradweave._logging import _log_once
 from gradweave._runtime import buckets
+from gradweave._runtime.split_calls import mode as split_mode
 from gradweave.errors import GradweaveError
 from gradweave.optim import Eva, EvaF
 from gradweave.optim.statistics import attention
-from gradweave.reordering import interception
 from optim.models import train as train_on
 from optim.models import weights
 
@@ -524,8 +524,8 @@ def test_reorder(cls, monkeypatch):
     alone, beside = Net(), Net()
     optimizer, other = cls(alone), cls(beside)
     expected = train(alone, optimizer)
-    seen, real = [], interception.split_linear
-    monkeypatch.setattr(interception, "split_linear", lambda *args: (seen.append(1), real(*args))[1])
+    seen, real = [], split_mode.split_linear
+    monkeypatch.setattr(split_mode, "split_linear", lambda *args: (seen.append(1), real(*args))[1])
     with gradweave.reorder(beside, policy="side_stream"):
         assert torch.equal(train(beside, other, steps=4), expected)
     assert len(seen) == 4 * (6 + 2 + 2 + 3)  # linear layers, attention to itself, twice, and to another
