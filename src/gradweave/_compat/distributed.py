@@ -9,7 +9,7 @@ import torch
 
 
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one rank's part of a larger one, as under FSDP2."""
+    """Return whether a tensor is one rank's part of a larger one, as under FSDP2."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -36,17 +36,17 @@ def group_count() -> int:
 
 
 def active_ddp() -> Any:
-    """The DistributedDataParallel, also one that ``replicate`` has made, inside of whose forward this is; or None."""
+    """Return the DistributedDataParallel, or that of ``replicate``, whose forward is running; None if none is."""
     return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
 
 
 def ddp_parameters(wrapper: Any) -> list[torch.Tensor]:
-    """The parameters that a DistributedDataParallel averages, without those that it was told to leave alone."""
+    """Return the parameters that a DistributedDataParallel averages, without those that it was told to ignore."""
     return list(wrapper._module_parameters)
 
 
 def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
-    """Whether a module is, or is inside of, one that FSDP shards or replicates, whichever of the FSDPs."""
+    """Return whether FSDP, of either version, shards or replicates a module or what the module is in."""
     if getattr(module, "_is_fsdp_managed_module", False):
         return True
     fsdp = sys.modules.get("torch.distributed.fsdp")
@@ -67,5 +67,5 @@ def end_group(group: Any) -> None:
 
 
 def joins_uneven_inputs(wrapper: Any) -> bool:
-    """Whether a DistributedDataParallel is in its ``join()``, where ranks may run out of inputs at different steps."""
+    """Return whether a DistributedDataParallel is in ``join()``: ranks may run out of inputs at different steps."""
     return bool(wrapper._join_config.enable)

@@ -1,4 +1,4 @@
-"""Private names of Dynamo: being told that something is about to be compiled."""
+"""Private names of Dynamo: what it must not trace, and a call before it compiles."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import torch
 
 outside_of_graphs: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
-"""Decorates a function that Dynamo is to call between two graphs; unlike ``torch.compiler.disable``, it imports Dynamo
-only when it is called."""
+"""Decorate a function that Dynamo calls between two graphs; unlike ``torch.compiler.disable``, importing nothing before
+the first call."""
 
 
 def between_graphs(function: Any) -> Any:
     """Decorate a function that runs as it is, while what it calls may be compiled; its first call imports Dynamo.
 
-    Dynamo takes up a function again behind each of its graphs, in the middle of a ``with``, and can take one context
-    for another there.
+    Dynamo resumes a function after each of its graphs, in the middle of a ``with``, and can take one context for
+    another there.
     """
     return torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]
 
 
 def call_before_compiling(callback: Callable[..., None]) -> None:
-    """Has a function called whenever Dynamo is about to look at a frame; once, however often this is asked for.
+    """Have a function called whenever Dynamo is about to look at a frame; once, even if this is repeated.
 
-    Dynamo forgets its callbacks when it is reset, so this is to be repeated. Where nothing has imported Dynamo there is
-    nothing to be told.
+    It must be repeated, since Dynamo forgets its callbacks when it is reset. As long as nothing has imported Dynamo,
+    there is nothing to register with.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and callback not in dynamo.callback_handler.start_callbacks:
@@ -35,19 +35,19 @@ def call_before_compiling(callback: Callable[..., None]) -> None:
 
 
 def stop_calling_before_compiling(callback: Callable[..., None]) -> None:
-    """Undoes :func:`call_before_compiling`, if it was done."""
+    """Undo :func:`call_before_compiling`, if it was called."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is not None and callback in dynamo.callback_handler.start_callbacks:
         dynamo.callback_handler.remove_start_callback(callback)
 
 
 def not_compiling() -> AbstractContextManager[None]:
-    """Context in which code is not told that it is being compiled: optimizers then compute as in eager steps."""
-    return _told_of_none() if torch.compiler._is_compiling_flag else nullcontext()
+    """Return a context in which code does not see that it is compiled: optimizers then compute as in eager steps."""
+    return _without_compiling_flag() if torch.compiler._is_compiling_flag else nullcontext()
 
 
 @contextmanager
-def _told_of_none() -> Iterator[None]:
+def _without_compiling_flag() -> Iterator[None]:
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False
     try:

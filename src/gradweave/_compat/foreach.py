@@ -1,4 +1,4 @@
-"""Private names of torch's optimizers: operations on many tensors at once."""
+"""Private names of torch: operations on many tensors at once."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ Tensors = Sequence[torch.Tensor]
 
 
 def multiply_all(tensors: Tensors, factor: float | torch.Tensor) -> None:
-    """Multiplies each of many tensors by one number, in place."""
+    """Multiply each of many tensors by one number, in place."""
     torch._foreach_mul_(list(tensors), factor)
 
 
 def multiply_each(tensors: Tensors, factors: Tensors) -> list[torch.Tensor]:
-    """Each of many tensors times a number of its own."""
+    """Return each of many tensors times a number of its own."""
     return list(torch._foreach_mul(list(tensors), list(factors)))
 
 
 def multiplied(tensors: Tensors, factor: float | torch.Tensor) -> list[torch.Tensor]:
-    """Many tensors, times one number."""
+    """Return many tensors times one number."""
     return list(torch._foreach_mul(list(tensors), factor))
 
 
 def add_all(tensors: Tensors, others: Tensors, alpha: float | torch.Tensor = 1.0) -> None:
-    """Adds to each of many tensors another one times a number, in place."""
+    """Add to each of many tensors another one times a number, in place."""
     torch._foreach_add_(list(tensors), list(others), alpha=alpha)  # type: ignore[arg-type]
 
 
 def norms(tensors: Tensors) -> list[torch.Tensor]:
-    """The norm of each of many tensors."""
+    """Return the norm of each of many tensors."""
     return list(torch._foreach_norm(list(tensors)))
 
 
 def zero_all(tensors: Tensors) -> None:
-    """Sets many tensors to zero, in place."""
+    """Set many tensors to zero, in place."""
     if tensors:
         torch._foreach_zero_(list(tensors))
 
 
 def asked_by_grad_scaler() -> bool:
-    """Whether it is torch's GradScaler that reads the property from whose code this is called."""
+    """Return whether torch's GradScaler reads the caller's property."""
     return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"

@@ -12,7 +12,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
 Action = tuple[str, int, int]
-"""What is done, F, X, W or B for X and W together; on which stage; with which micro-batch."""
+"""The kind, F, X, W, or B for X and W together; the stage; the micro-batch."""
 
 _ONE_STAGE: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "one_f_one_b": pipelining.Schedule1F1B}
 _MORE_STAGES: dict[str, Any] = {
@@ -30,17 +30,17 @@ _MEANINGS = {kind: letter for letter, kind in _LETTERS.items()}
 
 
 def torch_program(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Action]]:
-    """What each rank does, in order, in a schedule of torch's own with several stages per rank.
+    """Return the actions of each rank, in order, in a schedule of torch's own with several stages per rank.
 
     Raises:
-        ValueError: As torch does where the schedule does not allow these numbers.
+        ValueError: From torch, if the schedule does not allow these numbers.
     """
     order = _order_of(name, ranks, stages_per_rank, microbatches)
     return [[_told(action) for action in order[rank] if action is not None] for rank in range(ranks)]
 
 
 def _order_of(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Mapping[int, Sequence[Any]]:
-    """By stand-ins for stages: a schedule asks theirs only where they are."""
+    """Return the order of a schedule that is made with stand-ins: it asks stages only for their places."""
     stages = [
         SimpleNamespace(
             num_stages=ranks * stages_per_rank, stage_index=index, group_size=ranks, group_rank=0, submod=None
@@ -60,8 +60,12 @@ def _told(action: Any) -> Action:
     return _MEANINGS[action.computation_type], action.stage_index, action.microbatch_index
 
 
-class _Careful:
-    """Part of every schedule here: a context of the owner around the trial run that tells torch shapes."""
+class _WithTrialContext:
+    """Mixed into every schedule here: puts a context around the trial run by which torch learns shapes.
+
+    The trial run is a forward of the user's layers that the user did not ask for: hooks and random numbers must not see
+    it.
+    """
 
     trial: Callable[[], AbstractContextManager[None]]
 
@@ -82,18 +86,18 @@ def make_runtime(
     loss_fn: Callable[..., torch.Tensor],
     trial: Callable[[], AbstractContextManager[None]],
 ) -> Any:
-    """The schedule of torch that runs this rank's stages.
+    """Return the schedule of torch that runs this rank's stages.
 
     Args:
-        name: Of one of torch's own schedules; any other name has torch's runtime follow the program.
-        program: What each rank does.
-        stages: Those of this rank.
-        microbatches: Per step.
-        loss_fn: Of the last stage's output and the target, for one micro-batch.
-        trial: Context for the run on the first micro-batch by which torch finds out shapes.
+        name: One of torch's own schedules; with any other name, torch's runtime follows the program.
+        program: The actions of each rank.
+        stages: This rank's stages.
+        microbatches: Micro-batches of a step.
+        loss_fn: The loss of the last stage's output and the target, for one micro-batch.
+        trial: Make the context for the run on the first micro-batch by which torch learns shapes.
     """
     base = _ONE_STAGE.get(name) or _MORE_STAGES.get(name) or schedules._PipelineScheduleRuntime
-    kind = type(f"Careful{base.__name__}", (_Careful, base), {"trial": staticmethod(trial)})
+    kind = type(f"WithTrialContext{base.__name__}", (_WithTrialContext, base), {"trial": staticmethod(trial)})
     given = stages[0] if name in _ONE_STAGE else stages
     runtime = kind(given, microbatches, loss_fn=loss_fn, scale_grads=False)
     if name not in _ONE_STAGE and name not in _MORE_STAGES:

@@ -18,11 +18,11 @@ from gradweave.errors import ArgumentError
 
 
 def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> Callable[..., torch.fx.GraphModule]:
-    """Records the ATen operations that a function runs on fake tensors, with their annotations.
+    """Return a function that records the ATen operations which another one runs on fake tensors, with annotations.
 
     Args:
-        function: The function.
-        as_eager: Whether these must be the operations that an eager call runs. Otherwise some, such as interpolations,
+        function: The function that is recorded.
+        as_eager: Whether they must be the operations that an eager call runs. Otherwise some, such as interpolations,
             are taken apart as torch's compilers want them, which gives other bits.
     """
     from torch._dispatch.python import enable_python_dispatcher
@@ -40,9 +40,9 @@ def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> C
 
 
 def _keeping_casts(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function under whose autocast a weight is cast once for all its uses, as in an eager call, not for each.
+    """Wrap a function so that autocast casts a weight once for all its uses, as in an eager call.
 
-    What is traced would do the latter, with a gradient of its own for each use, and these summed up in float32.
+    Tracing turns autocast's cache off: each use would have a cast, and a gradient, of its own, summed up in float32.
     """
     keep = torch.is_autocast_cache_enabled()
 
@@ -59,7 +59,7 @@ def _keeping_casts(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _AsEager(torch.nn.Module):
-    """A graph that runs the operations of an eager call, also where torch's compilers would take some of them apart."""
+    """A graph that runs the operations of an eager call, even if torch's compilers would decompose some of them."""
 
     def __init__(self, graph: torch.fx.GraphModule) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class _AsEager(torch.nn.Module):
         self._run = _keeping_casts(torch.fx.Interpreter(graph).run)
 
     def forward(self, *inputs: Any) -> Any:
-        """Runs the graph."""
+        """Run the graph."""
         with torch._C._DisablePythonDispatcher():
             return self._run(*inputs)
 
 
 def fake_mode() -> Any:
-    """A mode in which tensors have no data, with room for symbols in the place of numbers."""
+    """Return a mode in which tensors have no data, and numbers may be symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -81,13 +81,13 @@ def fake_mode() -> Any:
 
 
 def fake_of(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without data in the likeness of another one, its shape fixed."""
+    """Return a tensor without data that is like another one, its shape fixed."""
     fake: torch.Tensor = mode.from_tensor(tensor.detach(), static_shapes=True)
     return fake
 
 
 def float_symbol(mode: Any, name: str, value: float) -> Any:
-    """A float that tracing keeps as an input; branches on it are decided by ``value`` and remembered."""
+    """Return a float that tracing keeps as an input; ``value`` decides branches on it, which are remembered."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -104,18 +104,18 @@ def float_symbol(mode: Any, name: str, value: float) -> Any:
 
 
 def names_of(symbols: list[Any]) -> list[Any]:
-    """What branches call symbols; to be asked before tracing, which may replace a symbol by its value."""
+    """Return the names by which branches know symbols; call it before tracing, which may replace symbols by values."""
     return [symbol.node.expr for symbol in symbols]
 
 
 def guards_of(mode: Any, names: list[Any]) -> Callable[[Any], bool]:
-    """Whether every branch that was taken on symbols would be taken again with other values."""
+    """Return a function that tells whether other values would take every branch that the symbols took."""
     known = set(names)
     branches = [guard.expr for guard in mode.shape_env.guards if guard.expr.free_symbols <= known]
     held: tuple[Any, ...] | None = None
 
     def hold(values: Any) -> bool:
-        # Asked at each step, mostly with the numbers of the last one; substitution costs a millisecond.
+        # Called at each step, mostly with the numbers of the last one; substitution costs a millisecond.
         nonlocal held
         given = tuple(values)
         if given == held:
@@ -135,12 +135,12 @@ def _data_dependent_branch() -> type[Exception]:
 
 
 class DataDependentError(Exception):
-    """Stands for torch's own error in ``except``: traced code branched on a value nobody knows yet."""
+    """Stands for torch's own error in ``except``: traced code branched on a value that is known only at run time."""
 
 
 @contextmanager
 def as_if_compiling(enabled: bool) -> Iterator[None]:
-    """Context in which ``torch.compiler.is_compiling()`` holds: optimizers then keep to tensors."""
+    """Return a context in which ``torch.compiler.is_compiling()`` holds: optimizers then keep to tensors."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = enabled or before
     try:
@@ -152,14 +152,14 @@ def as_if_compiling(enabled: bool) -> Iterator[None]:
 
 
 def traces_entered_modes() -> bool:
-    """Whether Dynamo takes function modes that one hook enters and another leaves; known of torch 2.13."""
+    """Return whether Dynamo traces function modes that one hook enters and another leaves; torch 2.13 does."""
     version = torch.__version__.split("+")[0].split(".")
     return (int(version[0]), int(version[1])) >= (2, 13)
 
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """Context in which code is traced: autocast and the modes are afterwards as they were, also if it fails inside."""
+    """Return a context for tracing that restores autocast and all modes, even if the code inside fails."""
     functorch = torch._C._functorch
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     autocast = [(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
@@ -187,12 +187,12 @@ def as_it_was() -> Iterator[None]:
 
 
 def is_any_autocast_enabled() -> bool:
-    """Whether autocast is on, for any kind of device."""
+    """Return whether autocast is on, for any kind of device."""
     return bool(torch._C._is_any_autocast_enabled())
 
 
 def enters_autocast(node: torch.fx.Node) -> bool:
-    """Whether a node of what Dynamo has captured switches autocast on or off."""
+    """Return whether a node of a graph that Dynamo captured enters autocast."""
     return node.target is torch.amp.autocast_mode._enter_autocast
 
 
@@ -202,21 +202,21 @@ def schema_of(target: Any) -> Any:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a traced value is a number that is known only when the graph runs."""
+    """Return whether a traced value is a number that is known only when the graph runs."""
     return isinstance(value, (torch.SymFloat, torch.SymInt))
 
 
 def rematerialize(
     forward: torch.fx.GraphModule, inputs: list[torch.Tensor], budget: float, *, decompose: bool
 ) -> Callable[..., Any]:
-    """A forward with a backward of its own that keeps a share of the activations, by torch's partitioner.
+    """Return a forward with a backward of its own that keeps a share of the activations, by torch's partitioner.
 
     Args:
-        forward: As Dynamo captured it.
+        forward: The graph that Dynamo captured.
         inputs: Tensors without data.
-        budget: The share.
-        decompose: Whether to take operations apart as Inductor does, so that parts of them can be
-            computed anew; the results are then its own, to rounding.
+        budget: The share, from 0 to 1.
+        decompose: Whether to decompose operations as Inductor does, so that parts of them can be recomputed; the
+            results are then Inductor's, to rounding.
     """
     from torch._functorch import config
     from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -232,7 +232,7 @@ def rematerialize(
             if isinstance(node.meta.get("val"), torch.Tensor):
                 node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
             elif budget < 1:
-                remedy = f'would draw the numbers of {node.target} anew; give None or 1, or lower="inductor"'
+                remedy = f'would draw the numbers of {node.target} again; give None or 1, or lower="inductor"'
                 raise ArgumentError("memory_budget", budget, remedy)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
@@ -259,7 +259,7 @@ def rematerialize(
 
 
 def _draws_random_numbers(node: torch.fx.Node) -> bool:
-    """Whether an operation's result is another one each time; attention without dropout is not such a one."""
+    """Return whether an operation gives another result each time; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
@@ -273,13 +273,13 @@ def _draws_random_numbers(node: torch.fx.Node) -> bool:
 def compile_with_inductor(
     graph: torch.fx.GraphModule, inputs: list[torch.Tensor], combine: Callable[[Any], list[list[Any]]]
 ) -> Callable[..., Any]:
-    """Compiles a graph of ATen operations, in-place ones included, to a function of its inputs.
+    """Compile a graph of ATen operations, in-place ones included, to a function of its inputs.
 
     Args:
         graph: The graph.
-        inputs: Examples.
-        combine: Which nodes of Inductor's scheduler to make one kernel of. Where Inductor fails at that,
-            it compiles without.
+        inputs: Examples of its inputs.
+        combine: Return groups of nodes of Inductor's scheduler that become one kernel each. If Inductor fails at
+            that, it compiles without.
     """
     from torch._guards import TracingContext, tracing
     from torch._inductor import config
@@ -308,13 +308,13 @@ def compile_with_inductor(
 
 
 def scheduled_before(scheduler: Any, node: Any) -> list[Any]:
-    """The nodes of Inductor's scheduler that one needs."""
+    """Return the nodes of Inductor's scheduler that a node needs."""
     needed: list[Any] = scheduler._get_unmet_dep_nodes(node)
     return needed
 
 
 def elements_of(node: Any) -> int | None:
-    """How many elements one of Inductor's own kernels on a GPU goes over; None for other nodes."""
+    """Return the number of elements that one of Inductor's kernels on a GPU covers; None for other nodes."""
     from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 
     device = node.get_device()
@@ -327,7 +327,7 @@ def elements_of(node: Any) -> int | None:
 
 
 def made_by_mixed_reductions(scheduler: Any) -> set[str]:
-    """Buffers of kernels that reduce in two directions at once: what reads them cannot be combined."""
+    """Return the buffers of kernels that reduce in two directions at once; their readers cannot be combined."""
     from torch._inductor import scheduler as module
 
     kind = getattr(module, "FusedMixOrderReductions", ())
@@ -339,18 +339,18 @@ class DynamoError(Exception):
 
 
 class TooManyVariantsError(DynamoError):
-    """A function was captured as many times as allowed, and is called in yet another way."""
+    """A function was captured as often as allowed, and is called in yet another way."""
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of its own for Dynamo, which counts variants by code, not by function."""
+    """Return a copy of a function with code of its own: Dynamo counts variants by code, not by function."""
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
 
 
 @contextmanager
 def _whole_functions() -> Iterator[None]:
-    """Context in which Dynamo takes functions as they are that it would take apart, whatever its settings say."""
+    """Return a context in which Dynamo does not decompose functions that it decomposes whatever its settings say."""
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
@@ -367,19 +367,19 @@ _TAKEN_APART = (torch.addcdiv, torch._foreach_lerp_)
 def dynamo_compile(
     function: Callable[..., Any], backend: Callable[..., Any], variants: int, *, exact: bool = False
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """A function that a backend compiles whole, anew for each shape, up to a number of variants.
+    """Return a function that a backend compiles whole, once for each shape, up to a number of variants.
 
-    What the backend raises comes through; what Dynamo refuses is a :class:`DynamoError` that
-    names the user's file and line.
+    Errors of the backend come through; what Dynamo refuses is a :class:`DynamoError` that names the user's file and
+    line.
 
     Args:
         function: The function.
-        backend: Gets the graph, and gives what runs it.
-        variants: How many there may be.
-        exact: Whether the graph must have the operations that the function calls, none of them taken apart.
+        backend: Called with the graph; returns what runs it.
+        variants: The most variants that there may be.
+        exact: Whether the graph must have the operations that the function calls, none of them decomposed.
 
     Returns:
-        The function, and one that frees everything that was compiled for it.
+        The function, and one that frees all that was compiled for it.
     """
     import torch._dynamo
     from torch._C._dynamo.eval_frame import reset_code
@@ -425,7 +425,7 @@ def dynamo_compile(
 
 
 def _overflows(effects: Any) -> bool:
-    """Whether a deque of the user's would have become longer than it can."""
+    """Return whether a deque of the user's would have become longer than its ``maxlen``."""
     for value in effects.keepalive:
         if isinstance(value, deque) and value.maxlen is not None:
             known = effects.id_to_variable.get(id(value))
@@ -438,23 +438,23 @@ _LOGGING_METHODS = ("debug", "info", "warning", "error", "exception", "critical"
 
 
 def _logging_functions() -> set[Any]:
-    """What only tells the user something: a graph leaves it out, instead of being refused for it.
+    """Return functions that only tell the user something: a graph leaves them out, instead of being refused.
 
-    Libraries add methods of their own to loggers, such as ``warning_once``; only some of a logger's return a value.
+    Libraries add methods of their own to loggers, such as ``warning_once``; only some methods return a value.
     """
     own = {vars(logging.Logger).get(name + form) for name in _LOGGING_METHODS for form in ("", "_once", "_advice")}
     return {*own, warnings.warn} - {None}
 
 
 def compile_lock() -> AbstractContextManager[Any]:
-    """Held while something is traced or compiled, here and by Dynamo: torch keeps that state in globals."""
+    """Return the lock to hold while tracing or compiling, as Dynamo does: torch keeps that state in globals."""
     from torch._dynamo.convert_frame import compile_lock as lock
 
     return lock
 
 
 def is_traced_to_operations() -> bool:
-    """Whether the operations that run now are being written down by ``make_fx``."""
+    """Return whether ``make_fx`` records the operations that run now."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     return get_proxy_mode() is not None
