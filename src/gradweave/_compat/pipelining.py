@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import pipelining
@@ -60,6 +60,16 @@ def _told(action: Any) -> Action:
     return _MEANINGS[action.computation_type], action.stage_index, action.microbatch_index
 
 
+class Runtime(Protocol):
+    """A schedule of torch's, as pipelines use it."""
+
+    def step(self, *args: Any, target: Any, losses: list[torch.Tensor], return_outputs: bool) -> Any:
+        """Run forward and backward of a batch."""
+
+    def release(self) -> None:
+        """Drop the stages; the schedule cannot be used any more."""
+
+
 class _WithTrialContext:
     """Mixed into every schedule here: puts a context around the trial run by which torch learns shapes.
 
@@ -68,6 +78,14 @@ class _WithTrialContext:
     """
 
     trial: Callable[[], AbstractContextManager[None]]
+
+    def release(self) -> None:
+        """Drop the stages, with the group and the messages that they hold.
+
+        A failed step's traceback keeps the schedule for as long as its user keeps the error, and connections close only
+        when nothing refers to the group. Which attributes lead to it differs between torch's schedules: all go.
+        """
+        vars(self).clear()
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         with self.trial():
@@ -85,7 +103,7 @@ def make_runtime(
     microbatches: int,
     loss_fn: Callable[..., torch.Tensor],
     trial: Callable[[], AbstractContextManager[None]],
-) -> Any:
+) -> Runtime:
     """Return the schedule of torch that runs this rank's stages.
 
     Args:
@@ -99,11 +117,13 @@ def make_runtime(
     base = _ONE_STAGE.get(name) or _MORE_STAGES.get(name) or schedules._PipelineScheduleRuntime
     kind = type(f"WithTrialContext{base.__name__}", (_WithTrialContext, base), {"trial": staticmethod(trial)})
     given = stages[0] if name in _ONE_STAGE else stages
-    runtime = kind(given, microbatches, loss_fn=loss_fn, scale_grads=False)
+    # Gradients are not scaled: the owner's loss_fn has divided by the number of micro-batches.
+    runtime: Any = kind(given, microbatches, loss_fn=loss_fn, scale_grads=False)
     if name not in _ONE_STAGE and name not in _MORE_STAGES:
         actions = {
             rank: [schedules._Action(stage, _LETTERS[what], microbatch) for what, stage, microbatch in order]
             for rank, order in enumerate(program)
         }
         runtime._prepare_schedule_with_comms(actions)
-    return runtime
+    made: Runtime = runtime
+    return made

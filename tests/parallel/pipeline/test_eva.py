@@ -62,7 +62,9 @@ def test_a_hook_that_changes_what_is_handed_on_is_refused(two):
     assert all("have hooks leave it as it is" in said for said in found.values()), found
 
 
-@pytest.mark.parametrize("step", ["find_ties", "check_layers", "TiedGradients", "Mark", "Stage", "make_runtime"])
+@pytest.mark.parametrize(
+    "step", ["find_ties", "check_layers", "TiedGradients", "OptimizerClaims", "Stage", "make_runtime"]
+)
 def test_a_pipeline_that_cannot_be_made_leaves_nothing(fresh, step):
     for rank, (said, marked, groups, threads) in fresh(2).run("failing_constructor", step=step).items():
         assert said == "cannot be made", rank

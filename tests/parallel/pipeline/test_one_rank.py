@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradweave.errors import GradweaveError
 from gradweave.parallel.pipeline import Pipeline
+from gradweave.parallel.pipeline.api import PipelineState
 from parallel.pipeline.models import batch, loss_fn, make, stock_step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -81,3 +83,45 @@ def test_forwards_run_under_autocast_and_backwards_do_not(device):
         pipe.step(*batch("mlp"))
     assert HEARD == [True, False]
     pipe.close()
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_states_from_open_to_closed(device):
+    with Pipeline(make("mlp"), loss_fn, microbatches=2, policy="modulo") as pipe:
+        assert pipe.state is PipelineState.OPEN
+        with pytest.raises(GradweaveError):  # a step that all ranks refuse changes nothing
+            pipe.step(None, None)
+        assert pipe.state is PipelineState.OPEN
+        pipe.step(*batch("mlp"))
+        assert pipe.state is PipelineState.RUNNING
+        assert pipe.is_attached
+    assert pipe.state is PipelineState.CLOSED
+    assert not pipe.is_attached
+    pipe.close()
+    with pytest.raises(GradweaveError, match="this pipeline is closed: make another one"):
+        pipe.step(*batch("mlp"))
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_a_step_that_fails_ends_the_pipeline(device):
+    def failing(output, target):
+        raise ValueError("no loss")
+
+    pipe = Pipeline(make("mlp"), failing, microbatches=2, policy="modulo")
+    with pytest.raises((ValueError, RuntimeError)):
+        pipe.step(*batch("mlp"))
+    assert pipe.state is PipelineState.FAILED
+    assert "has stopped after an error" in pipe.explain()
+    with pytest.raises(GradweaveError, match="has stopped after an error: restart from a checkpoint"):
+        pipe.step(*batch("mlp"))
+    pipe.detach()
+    assert pipe.state is PipelineState.CLOSED
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_it_explains_its_plan(device):
+    pipe = Pipeline(make("mlp"), loss_fn, microbatches=2, policy="fast_forward")
+    assert pipe.explain() == pipe.plan.explain()
+    assert "8 layers on 1 ranks, 2 micro-batches; predicted 48 s a step" in pipe.explain()
+    pipe.detach()
+    assert pipe.explain() == "this pipeline is closed: make another one"

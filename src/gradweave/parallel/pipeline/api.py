@@ -5,51 +5,83 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradweave._compat.pipelining import make_runtime
+from gradweave._compat.pipelining import Runtime, make_runtime
+from gradweave._runtime.attachment import Attachment
 from gradweave.errors import GradweaveError
-from gradweave.parallel.pipeline.autocast import Precision
-from gradweave.parallel.pipeline.checkpoint import gather_state, own_state
 from gradweave.parallel.pipeline.checks import BatchShapes, check_layers, check_model, check_parameters, device_of
-from gradweave.parallel.pipeline.clipping import clip_grad_norm, places_of
-from gradweave.parallel.pipeline.part import Mark
 from gradweave.parallel.pipeline.plan_agreement import agree
 from gradweave.parallel.pipeline.planner import Plan, Settings, Split
 from gradweave.parallel.pipeline.process_group import PipelinePeers
 from gradweave.parallel.pipeline.programs import PipelinePolicy
-from gradweave.parallel.pipeline.stage import Stage, total
+from gradweave.parallel.pipeline.stage import ForwardAutocast, Stage, total
 from gradweave.parallel.pipeline.tied import TiedGradients, find_ties
 from gradweave.parallel.pipeline.weight_gradients import WeightGradientLedger
+from gradweave.parallel.pipeline.whole_model import (
+    OptimizerClaims,
+    clip_grad_norm,
+    gather_state,
+    own_state,
+    places_of,
+)
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
-class Pipeline:
+class PipelineState(Enum):
+    """State of a pipeline on this rank.
+
+    Transitions: ``OPEN -> TRIAL -> OPEN`` while torch finds out shapes in the first step, ``OPEN -> RUNNING`` at its
+    end, ``OPEN | RUNNING -> FAILED`` where this rank or another one fails, and any state ``-> CLOSED`` by
+    :meth:`Pipeline.detach`. A step that all ranks refuse changes nothing.
+    """
+
+    OPEN = "open"
+    """No step has run: ranks still agree on everything before they send anything."""
+    TRIAL = "trial"
+    """torch runs each stage once on a micro-batch, to tell the ranks what shapes to expect."""
+    RUNNING = "running"
+    """A step has run: shapes are fixed."""
+    FAILED = "failed"
+    """The process group is left; weights are those of the last optimizer step."""
+    CLOSED = "closed"
+    """Let go; layers, gradients and optimizers stay."""
+
+
+_OVER = {
+    PipelineState.FAILED: "this pipeline has stopped after an error: restart from a checkpoint, or make another one",
+    PipelineState.CLOSED: "this pipeline is closed: make another one",
+}
+
+
+class Pipeline(Attachment):
     """This rank's part of a model that is spread over the ranks of a group, layer by layer.
 
     Every rank gives the same arguments, and the same layers; each keeps those of its own stages. A step adds
-    to gradients what ``loss_fn(model(x), target)``, averaged over the micro-batches, would add.
+    to gradients what ``loss_fn(model(x), target)``, averaged over the micro-batches, would add. As a context manager,
+    it detaches at the end.
 
     Args:
-        model: The layers, in order. What goes from one to the next is a tensor, or a tuple of tensors, whose
-            shape does not change.
+        model: The layers, in order. Each hands a tensor, or a tuple of tensors, to the next one; their shapes do not
+            change.
         loss_fn: Called as ``loss_fn(output, target)`` for each micro-batch, on the rank of the last stage.
-        microbatches: How many parts a batch is cut into.
-        policy: The schedule: ``"fast_forward"`` and ``"modulo"`` are ours, ``"gpipe"``, ``"one_f_one_b"``,
-            ``"interleaved"``, ``"interleaved_zero_bubble"`` and ``"zbv"`` are torch's, ``"auto"`` simulates all
-            of them and takes the fastest.
+        microbatches: Number of parts that a batch is cut into.
+        policy: The schedule: ``"fast_forward"``, ``"modulo"`` and ``"memory_bounded"`` are gradweave's, ``"gpipe"``,
+            ``"one_f_one_b"``, ``"interleaved"``, ``"interleaved_zero_bubble"`` and ``"zbv"`` are torch's, ``"auto"``
+            simulates all of them and takes the fastest.
         group: Layers per stage where a rank has several stages; None to find out by simulation.
-        max_in_flight: Most micro-batches that have entered and not left; for our own schedules.
+        max_in_flight: Most micro-batches that have entered and not left; for gradweave's schedules.
         byte_budget: Bytes that a rank may hold for micro-batches in flight, as simulated from ``costs``. Weight
             gradients that wait may never keep more than that alive.
-        costs: What each layer costs, from :func:`measure_layers`; those of the first rank count. Without them,
-            layers count as equal.
+        costs: Of each layer, from :func:`measure_layers`; those of the first rank count. Without them, layers count as
+            equal.
         link: Between ranks; None measures it where costs are given.
         split: ``"fast"`` takes the two halves of backward apart in linear and convolution layers; ``"torch"``
             has torch walk the graph, for layers of other kinds.
@@ -59,7 +91,8 @@ class Pipeline:
 
     Attributes:
         module: This rank's layers, under their names in the whole model: for optimizers and checkpoints.
-        plan: The schedule that was chosen, and what it is predicted to take.
+        plan: The schedule that was chosen, with its predicted time and bytes.
+        state: Where the pipeline stands.
     """
 
     def __init__(
@@ -80,9 +113,10 @@ class Pipeline:
         timeout: float | None = None,
     ) -> None:
         self._peers = PipelinePeers(process_group, timeout)
+        self.state = PipelineState.OPEN
         self._stages: list[Stage] = []
-        self._runtime: Any = None
-        self._mark: Mark | None = None
+        self._runtime: Runtime | None = None
+        self._claims: OptimizerClaims | None = None
         try:
             settings = Settings(policy, microbatches, group, max_in_flight, byte_budget, split)
             where = None if device is None else torch.device(device)
@@ -93,6 +127,7 @@ class Pipeline:
             )  # fmt: skip
             self._build(layers, loss_fn, settings, where)
         except BaseException as error:
+            self.state = PipelineState.FAILED
             self._drop_runtime()
             self._peers.leave(error)
             raise
@@ -115,12 +150,11 @@ class Pipeline:
         self.device = check_layers(self.module, device)
         self._params = dict(self.module.named_parameters(remove_duplicate=False))
         self._tied = TiedGradients(ties, self._params, peers)
-        self._precision = Precision(self.device)
+        self._autocast = ForwardAutocast(self.device)
         self._ledger = WeightGradientLedger(settings.byte_budget)
         self._loss_fn = loss_fn
         self._loss_factor = 1.0
         self._losses: list[torch.Tensor] = []
-        self._started = self._is_trying = False
         self._steps = 0
         self._heeds_others = True
         self._shapes = BatchShapes(program.microbatches)
@@ -128,50 +162,59 @@ class Pipeline:
         self._stages = [
             Stage(
                 [layers[i] for i in runs[stage]], stage, program.stages, self.device, peers.group,
-                self._ledger if settings.split == "fast" else None, self._precision,
+                self._ledger if settings.split == "fast" else None, self._autocast,
             )
             for stage in stages
         ]  # fmt: skip
-        self._mark = Mark(layers, list(self.module), self._tied.own, peers)
+        self._claims = OptimizerClaims(layers, list(self.module), self._tied.own, peers)
         self._runtime = make_runtime(
             program.policy, program.ranks, self._stages, program.microbatches, self._loss, self._trial
         )
 
     @property
+    def is_attached(self) -> bool:
+        """Whether steps can be taken."""
+        return self.state not in _OVER
+
+    def explain(self) -> str:
+        """Return what was planned, what it is predicted to take, and why it was chosen."""
+        return _OVER.get(self.state, self.plan.explain())
+
+    @property
     def has_first_stage(self) -> bool:
-        """Whether this rank needs inputs."""
+        """Whether this rank has the first stage, which needs inputs."""
         return self._first
 
     @property
     def has_last_stage(self) -> bool:
-        """Whether this rank needs targets, and knows the loss."""
+        """Whether this rank has the last stage, which needs targets and knows the loss."""
         return self._last
 
     @property
     def most_bytes_held(self) -> int:
-        """The most bytes that weight gradients which waited have kept alive on this rank, besides activations."""
+        """The most bytes that waiting weight gradients have kept alive on this rank, besides activations."""
         return self._ledger.most_held
 
     def step(self, inputs: Any = None, target: Any = None, *, loss_factor: float = 1.0) -> torch.Tensor | None:
-        """Runs forward and backward of a batch; gradients add up until they are cleared.
+        """Run forward and backward of a batch; gradients add up until they are cleared.
 
         Args:
             inputs: The batch; used on the rank of the first stage.
             target: Used on the rank of the last stage.
-            loss_factor: What the loss is multiplied by before backward, such as 1 / 4 where gradients of four
-                steps add up to one.
+            loss_factor: Multiplies the loss before backward, such as 1 / 4 where gradients of four steps add up to
+                one.
 
         Returns:
             The mean loss of the micro-batches, without the factor, on the rank of the last stage; None elsewhere.
         """
-        self._check_running()
+        runtime = self._checked_runtime()
         self._steps += 1
         given, wanted = self._admitted(inputs, target)
         try:
             self._loss_factor = loss_factor
-            with self._tied.summed(), self._precision.left():
-                self._runtime.step(*given, target=wanted, losses=[], return_outputs=False)
-            self._started = True
+            with self._tied.summed(), self._autocast.suspended():
+                runtime.step(*given, target=wanted, losses=[], return_outputs=False)
+            self.state = PipelineState.RUNNING
             return torch.stack(self._losses).mean() if self._losses else None
         except BaseException as error:
             self._stop(error)
@@ -180,10 +223,10 @@ class Pipeline:
             self._losses.clear()
 
     def _admitted(self, inputs: Any, target: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """What the runtime is given of a batch.
+        """Return what the runtime is given of a batch.
 
         Raises:
-            GradweaveError: For what cannot be trained with. If all ranks find that, the pipeline can go on.
+            GradweaveError: For a batch that cannot be trained with. If all ranks refuse it, the pipeline can go on.
         """
         given: tuple[torch.Tensor, ...] = ()
         wanted = problem = None
@@ -204,12 +247,12 @@ class Pipeline:
         except GradweaveError as error:
             problem = error
         try:
-            if not self._started:
+            if self.state is PipelineState.OPEN:
                 self._peers.refuse(problem)
             elif problem is not None and self._peers.all_refuse(self._steps, str(problem)):
                 raise problem
         except GradweaveError:
-            if not self._started:
+            if self.state is PipelineState.OPEN:
                 self._shapes = BatchShapes(self.plan.program.microbatches)
             raise
         except BaseException as error:
@@ -221,12 +264,12 @@ class Pipeline:
         return given, wanted
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips as ``torch.nn.utils.clip_grad_norm_`` would with the whole model; all ranks call it.
+        """Clip as ``torch.nn.utils.clip_grad_norm_`` would with the whole model; all ranks call it.
 
         Returns:
-            The norm of all gradients of the model, before.
+            The norm of all gradients of the model, before clipping.
         """
-        self._check_running()
+        self._checked_runtime()
         try:
             return clip_grad_norm(
                 self._params, self._places, self._tied.counted_elsewhere(), self._peers,
@@ -237,16 +280,16 @@ class Pipeline:
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the whole model's state, under the names of the whole model."""
+        """Return this rank's part of the whole model's state, under the names of the whole model."""
         return self.module.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part out of the whole model's state, or of this rank's own; all ranks call it.
+        """Load this rank's part of the whole model's state, or a state of this rank alone; all ranks call it.
 
         Raises:
             GradweaveError: On all ranks, if an entry is missing on one of them; nothing is loaded then.
         """
-        self._check_running()
+        self._checked_runtime()
         own: dict[str, Any] = {}
         problem: GradweaveError | None = None
         try:
@@ -263,51 +306,56 @@ class Pipeline:
             raise
 
     def gather_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's state in the memory of the first rank's host; None on others. All ranks call it."""
-        self._check_running()
+        """Return the whole model's state, in host memory, on the first rank and None on others; all ranks call it."""
+        self._checked_runtime()
         try:
             return gather_state(self.module, self._layer_names, self._peers)
         except BaseException as error:
             self._stop(error)
             raise
 
-    def close(self) -> None:
-        """Leaves the pipeline's process group; layers, gradients and optimizers stay.
+    def detach(self) -> None:
+        """Leave the pipeline's process group; layers, gradients and optimizers stay.
 
         Connections are closed once all ranks have called this; where one does not within seconds, they last as
         long as the process.
         """
+        self.state = PipelineState.CLOSED
         self._drop_runtime()
         self._peers.close()
 
+    def close(self) -> None:
+        """Do what :meth:`detach` does."""
+        self.detach()
+
     def _drop_runtime(self) -> None:
-        """Has it let go of messages and the group, whoever still has it: connections close when nobody has these."""
-        if self._mark is not None:
-            self._mark.remove()
+        """Let go of messages and of the group: connections close when nothing refers to them any more."""
+        if self._claims is not None:
+            self._claims.remove()
         for stage in self._stages:
             stage.group = None
         self._stages.clear()
         if self._runtime is not None:
-            vars(self._runtime).clear()
+            self._runtime.release()
             self._runtime = None
 
-    def _check_running(self) -> None:
+    def _checked_runtime(self) -> Runtime:
         if self._runtime is None:
-            raise GradweaveError(
-                "this pipeline has stopped after an error, or is closed: restart from a checkpoint, or make another one"
-            )
+            raise GradweaveError(_OVER[self.state])
+        return self._runtime
 
     def _stop(self, error: BaseException) -> None:
-        """This rank cannot go on, and so nobody can."""
+        """End the pipeline: where one rank cannot go on, none can."""
+        self.state = PipelineState.FAILED
         self._drop_runtime()
         self._ledger.clear()
         self._peers.leave(error)
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        """Of one micro-batch, as it enters backward; in the trial run anything with a gradient does."""
-        if self._is_trying:
+        """Return the loss of a micro-batch as it enters backward; in the trial run, anything that has a gradient."""
+        if self.state is PipelineState.TRIAL:
             return total(output)
-        with self._precision.used():
+        with self._autocast.restored():
             loss = self._loss_fn(output, target)
         self._losses.append(loss.detach())
         if self._loss_factor != 1.0:
@@ -316,22 +364,22 @@ class Pipeline:
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """Has torch's run on a first micro-batch, to find out shapes, leave nothing behind: not even in hooks."""
-        if self._started:
+        """Context in which torch's run on a first micro-batch, by which it finds out shapes, leaves no trace."""
+        if self.state is not PipelineState.OPEN:
             yield
             return
-        self._is_trying = True
+        self.state = PipelineState.TRIAL
         try:
             with ExitStack() as stack:
                 for stage in self._stages:
                     stack.enter_context(stage.trying())
                 yield
         finally:
-            self._is_trying = False
+            self.state = PipelineState.OPEN
 
 
 def _checked(model: Any, ranks: int) -> tuple[list[tuple[str, nn.Module]], GradweaveError | None]:
-    """A model's layers, or what is wrong with them: for the other ranks to hear of it."""
+    """Return a model's layers, or what is wrong with them, which the other ranks must hear of."""
     try:
         return check_model(model, ranks), None
     except GradweaveError as problem:

@@ -1,11 +1,11 @@
-"""Stages: runs of layers as torch's pipelining runtime calls them."""
+"""Stages: runs of layers, as torch's pipelining runtime calls them."""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +15,38 @@ from torch.distributed.pipelining import PipelineStage
 from gradweave._compat.eager import is_view
 from gradweave._runtime.dry_run import unseen
 from gradweave.errors import GradweaveError
-from gradweave.parallel.pipeline.autocast import Precision
 from gradweave.parallel.pipeline.weight_gradients import StageSplit, WeightGradientLedger
+
+
+class ForwardAutocast:
+    """Autocast as the user has set it around a step, for forwards and the loss alone.
+
+    torch's runtime runs forwards and backwards in turn inside of one call. Backward runs without
+    autocast, as it does in a training loop whose ``with torch.autocast`` ends before ``backward()``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.type
+        self._dtype: torch.dtype | None = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Context of a step: autocast is off, and known."""
+        if not torch.is_autocast_enabled(self._device):
+            yield
+            return
+        self._dtype = torch.get_autocast_dtype(self._device)
+        try:
+            with torch.autocast(self._device, enabled=False):
+                yield
+        finally:
+            self._dtype = None
+
+    def restored(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward: autocast as it was around the step."""
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device, self._dtype)
 
 
 class StageLayers(nn.Module):
@@ -25,22 +55,24 @@ class StageLayers(nn.Module):
     What goes from one stage to the next is a tensor, or a tuple of tensors, which the next layer gets as one.
     """
 
-    def __init__(self, layers: Iterable[tuple[str, nn.Module]], held: StageSplit | None, precision: Precision) -> None:
+    def __init__(
+        self, layers: Iterable[tuple[str, nn.Module]], split: StageSplit | None, autocast: ForwardAutocast
+    ) -> None:
         super().__init__()
         self.layers = nn.Sequential(OrderedDict(layers))
-        self._held = held
-        self._precision = precision
+        self._split = split
+        self._autocast = autocast
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageLayers:
-        """Copies of the layers, as the same stage runs them."""
-        return StageLayers(copy.deepcopy(list(self.layers.named_children()), memo), self._held, self._precision)
+        """Return a copy of the layers that leaves its weight gradients where this one does."""
+        return StageLayers(copy.deepcopy(list(self.layers.named_children()), memo), self._split, self._autocast)
 
     def forward(self, *given: Any) -> Any:
-        """Runs the layers; the weight gradients of linear and convolution layers are held back."""
-        if self._held is not None:
+        """Run the layers; the weight gradients of linear and convolution calls are left for W."""
+        if self._split is not None:
             given = tuple(_Received.apply(x) if x.requires_grad else x for x in given)  # type: ignore[no-untyped-call]
         value = given[0] if len(given) == 1 else given
-        with self._precision.used(), self._held.calls() if self._held is not None else nullcontext():
+        with self._autocast.restored(), self._split.calls() if self._split is not None else nullcontext():
             for layer in self.layers:
                 value = layer(value)
         if isinstance(value, (tuple, list)):
@@ -54,15 +86,20 @@ class StageLayers(nn.Module):
         return self._handed_on(value)
 
     def _handed_on(self, value: Any) -> Any:
-        """In one piece; torch's split of backward detaches it in place, which views cannot be."""
+        """Return an output in one piece of memory, as messages need it."""
         if not isinstance(value, torch.Tensor):
             return value
         value = value.contiguous()
-        return value.clone() if self._held is None and is_view(value) else value
+        # torch's split of backward detaches a stage's outputs in place, which autograd forbids for views.
+        return value.clone() if self._split is None and is_view(value) else value
 
 
 class _Received(torch.autograd.Function):
-    """What another stage has sent: layers may write to it in place, and its gradient is sent back in one piece."""
+    """A tensor that another stage has sent.
+
+    It arrives as a leaf that needs a gradient, to which autograd lets no layer write in place; the result is no leaf.
+    The gradient is sent back in one piece.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
@@ -74,7 +111,7 @@ class _Received(torch.autograd.Function):
 
 
 class Stage(PipelineStage):
-    """torch's stage, whose weight gradients come from :class:`StageSplit`.
+    """torch's stage, whose W runs what X has left with its :class:`StageSplit`.
 
     Args:
         layers: By name.
@@ -82,8 +119,8 @@ class Stage(PipelineStage):
         count: Of stages.
         device: Where it runs.
         group: Of the pipeline's ranks.
-        ledger: What the rank holds back; None leaves the split of X and W to torch.
-        precision: Of forwards.
+        ledger: Of the rank's weight gradients; None leaves the split of X and W to torch.
+        autocast: Of forwards.
     """
 
     def __init__(
@@ -94,17 +131,17 @@ class Stage(PipelineStage):
         device: torch.device,
         group: Any,
         ledger: WeightGradientLedger | None,
-        precision: Precision,
+        autocast: ForwardAutocast,
     ) -> None:
-        self._held = None if ledger is None else StageSplit(ledger)
-        build = None if self._held is None else self._held.build
+        self._split = None if ledger is None else StageSplit(ledger)
+        build = None if self._split is None else self._split.build
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] | None = None
         self._needed: list[bool] | None = None
-        own = StageLayers(layers, self._held, precision)
+        own = StageLayers(layers, self._split, autocast)
         super().__init__(own, index, count, device, group=group, dw_builder=build)
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch does it; what comes out must be what the next stage waits for, and sends gradients for."""
+        """Run a forward as torch does; raise GradweaveError unless the next stage expects the output that it gives."""
         made = super().forward_one_chunk(*args, **kwargs)
         if self.is_last:
             return made
@@ -125,7 +162,7 @@ class Stage(PipelineStage):
                 f"{where} needs a gradient, and did not in the first step, so that the next stage sends none; thaw "
                 "layers before the first step, or make another pipeline"
             )
-        if self._held is None and not any(one.requires_grad for one in parts):
+        if self._split is None and not any(one.requires_grad for one in parts):
             raise GradweaveError(
                 f'{where} needs no gradient, with which split="torch" would lose the weight gradients of later stages; '
                 'use split="fast"'
@@ -134,7 +171,7 @@ class Stage(PipelineStage):
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Context of torch's run on a first micro-batch, which finds out shapes: of a copy without hooks."""
+        """Context of the run by which torch finds out shapes: it is of a copy of the layers, without hooks."""
         real = self.submod
         with unseen(real, self.device) as stand_in:
             self.submod = stand_in
@@ -146,7 +183,7 @@ class Stage(PipelineStage):
                 self.submod = real
 
     def _note(self, _: nn.Module, __: Any, made: Any) -> None:
-        """Remembers what the next stage has been told to wait for."""
+        """Remember the shapes that the next stage is told to expect."""
         if self.is_last:
             return
         odd = [
@@ -163,13 +200,14 @@ class Stage(PipelineStage):
         return ", ".join(name for name, _ in self.submod.layers.named_children())  # type: ignore[union-attr]
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """As torch does it; what a trial run may have left is forgotten.
+        """Run a backward as torch does; raise GradweaveError for an input that the stage does not use.
 
-        For an input that is not used, torch would send zeros: weights that only it depends on would be decayed,
-        where without a pipeline they have no gradient and are left alone.
+        torch would send zeros for it: weights that only it depends on would be decayed, where without a pipeline they
+        have no gradient and are left alone.
         """
-        if self._held is not None:
-            self._held.tasks.clear()
+        # A trial run may have left tasks.
+        if self._split is not None:
+            self._split.tasks.clear()
         given = () if self.is_first else self.fwd_cache[bwd_chunk_id][1]
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         for number, (one, grad) in enumerate(zip(given, self.bwd_cache[bwd_chunk_id], strict=False)):
@@ -189,7 +227,7 @@ def _shapes_of(made: Any) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def total(made: Any) -> torch.Tensor:
-    """What a gradient of each tensor can be taken of, in place of a loss."""
+    """Return a number that every tensor of an output has a part in, to take gradients of in place of a loss."""
     parts = [one for one in (made if isinstance(made, (tuple, list)) else (made,)) if isinstance(one, torch.Tensor)]
     sums = [one.sum() for one in parts if one.requires_grad] or [one.sum() for one in parts]
     return torch.stack([one.float() for one in sums]).sum()
