@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 
 from gradweave import optim
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
-from gradweave.parallel.pipeline import Pipeline, part
+from gradweave.parallel.pipeline import Pipeline, whole_model
 from parallel.pipeline.models import batch, loss_fn, make, stock_step
 
 
@@ -88,7 +88,7 @@ def missing(patience=0.5):
     """What is said where the first rank alone has an optimizer of the family, and whether anything has changed."""
     from datetime import timedelta
 
-    part._PATIENCE = timedelta(seconds=patience)
+    whole_model._PATIENCE = timedelta(seconds=patience)
     pipe = Pipeline(make("linears"), loss_fn, microbatches=4, policy="fast_forward", timeout=20)
     own = list(pipe.module.parameters())
     optimizer = optim.Eva(pipe.module, lr=0.05) if dist.get_rank() == 0 else torch.optim.SGD(own, 0.1)

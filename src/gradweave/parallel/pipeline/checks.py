@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anybody waits for it."""
+"""Refusals of models and batches, before any rank waits for another."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def check_model(model: nn.Sequential, ranks: int) -> list[tuple[str, nn.Module]]
 
 
 def device_of(layers: list[tuple[str, nn.Module]]) -> torch.device:
-    """Where a model is, before its layers are dealt out."""
+    """Return the device of a model before its layers are dealt out."""
     return next((p.device for _, layer in layers for p in layer.parameters()), torch.device("cpu"))
 
 
 def check_layers(module: nn.Module, device: torch.device | None) -> torch.device:
-    """The one device that a rank's layers are on."""
+    """Return the one device of a rank's layers; raise ArgumentError if there are several."""
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
         raise ArgumentError("model", f"layers on {len(devices)} devices", "give device= for this rank's layers")
@@ -68,10 +68,10 @@ def check_parameters(module: nn.Module) -> None:
 
 
 class BatchShapes:
-    """Sees to it that every batch has the shape of the first: buffers between stages have it.
+    """Check that every batch has the shape of the first one, for which the buffers between stages are made.
 
     Args:
-        microbatches: What batches are cut into.
+        microbatches: Number of parts that batches are cut into.
     """
 
     def __init__(self, microbatches: int) -> None:
@@ -80,12 +80,15 @@ class BatchShapes:
         self._beside: dict[str, str] = {}
 
     def is_odd(self, **given: Any) -> bool:
-        """Whether what is not needed here tells that the batch is of another shape, as those who need it will see."""
+        """Return whether arguments that this rank does not need have another shape than the first ones.
+
+        The ranks that need them see the same, and refuse the batch.
+        """
         shapes = {name: repr(flat_shapes(value)) for name, value in given.items() if value is not None}
         return any(self._beside.setdefault(name, shape) != shape for name, shape in shapes.items())
 
     def inputs(self, value: Any) -> tuple[torch.Tensor, ...]:
-        """What the first stage is given."""
+        """Return the inputs of the first stage; raise ArgumentError for what cannot be cut into micro-batches."""
         values = value if isinstance(value, (tuple, list)) else (value,)
         if not values or not all(isinstance(one, torch.Tensor) for one in values):
             raise ArgumentError("inputs", _shown(value), "give a tensor, or a tuple of tensors, on this rank")
@@ -95,7 +98,7 @@ class BatchShapes:
         return tuple(values)
 
     def target(self, value: Any) -> torch.Tensor:
-        """What the last stage's loss is given."""
+        """Return the target of the last stage; raise ArgumentError for what cannot be cut into micro-batches."""
         if not isinstance(value, torch.Tensor):
             raise ArgumentError("target", _shown(value), "give a tensor on this rank: it has the last stage")
         self._check("target", value)
@@ -116,7 +119,7 @@ class BatchShapes:
 
 
 def flat_shapes(value: Any) -> list[Any]:
-    """The shapes and types of all tensors in nested containers."""
+    """Return the shapes and types of all tensors in nested containers."""
     return [(tuple(one.shape), one.dtype) for one in flat_leaves(value) if isinstance(one, torch.Tensor)]
 
 

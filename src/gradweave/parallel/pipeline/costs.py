@@ -19,13 +19,13 @@ def measure_layers(
     *,
     optimizer: Optimizer | None = None,
 ) -> Costs:
-    """Measures what the layers of a model cost, on the device they are on, for :class:`Pipeline`.
+    """Measure the costs of a model's layers on their device, for :class:`Pipeline`.
 
     Args:
-        model: The whole of it, or one of fewer layers of the same kinds.
+        model: The whole model, or one with fewer layers of the same kinds.
         loss_fn: Called as ``loss_fn(output, target)``.
         batch: Input and target of one micro-batch.
-        optimizer: Whose update is measured; None counts updates as those of plain SGD.
+        optimizer: Its update is measured (default: plain SGD).
     """
     from gradweave.profile import measure_costs
 

@@ -14,16 +14,16 @@ from gradweave.errors import ArgumentError, GradweaveError
 from gradweave.parallel.pipeline.process_group import PipelinePeers
 
 _FROZEN, _NO_GRADIENT, _GRADIENT = range(3)
-"""What a rank says of its copy of a tied weight before it sends a gradient."""
+"""A rank's word on its copy of a tied weight, sent before any gradient; the greatest of all words decides."""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """One weight of several ranks.
+    """A weight of which several ranks have copies.
 
     Attributes:
-        names: All its names in the whole model, in order.
-        ranks: Those that have a copy, in order.
+        names: All of its names in the whole model, in order.
+        ranks: The ranks that have a copy, in order.
     """
 
     names: tuple[str, ...]
@@ -31,11 +31,11 @@ class Tie:
 
 
 def find_ties(layers: Sequence[tuple[str, nn.Module]], rank_of_layer: Sequence[int]) -> list[Tie]:
-    """The weights that layers of different ranks share.
+    """Return the weights that layers of different ranks share.
 
     Args:
         layers: Of the whole model.
-        rank_of_layer: Where each layer is.
+        rank_of_layer: The rank of each layer.
     """
     uses: dict[nn.Parameter, list[tuple[str, int]]] = {}
     for (name, layer), rank in zip(layers, rank_of_layer, strict=True):
@@ -51,7 +51,7 @@ def find_ties(layers: Sequence[tuple[str, nn.Module]], rank_of_layer: Sequence[i
 
 
 def _refuse_shared_buffers(layers: Sequence[tuple[str, nn.Module]], rank_of_layer: Sequence[int]) -> None:
-    """A buffer that layers of two ranks write to would be two, and each would see half of what is written."""
+    """Raise for a buffer that layers of two ranks share: it would become two, each with half of what is written."""
     seen: dict[int, tuple[str, int]] = {}
     for (name, layer), rank in zip(layers, rank_of_layer, strict=True):
         for own, buffer in layer.named_buffers(remove_duplicate=False):
@@ -63,10 +63,10 @@ def _refuse_shared_buffers(layers: Sequence[tuple[str, nn.Module]], rank_of_laye
 
 
 class TiedGradients:
-    """Sums up the gradients of tied weights over the ranks that share them, so that their copies stay alike.
+    """Sums of the gradients of tied weights over the ranks that share them, by which their copies stay alike.
 
     Args:
-        ties: Those of the whole model, the same on all ranks.
+        ties: Of the whole model, the same on all ranks.
         params: Of this rank, by name.
         peers: The ranks.
     """
@@ -88,12 +88,12 @@ class TiedGradients:
         return [p for _, p in self._own]
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """Those whose gradient another rank counts in a norm."""
+        """Return this rank's copies whose gradient another rank counts in a norm."""
         return {p for tie, p in self._own if tie.ranks[0] != self._peers.rank}
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Context of a step: what it adds to the gradients of tied weights is summed up over their ranks."""
+        """Context of a step: what it adds to the gradients of tied weights is summed over their ranks."""
         before = [p.grad for _, p in self._own]
         for _, p in self._own:
             p.grad = None
@@ -110,7 +110,7 @@ class TiedGradients:
             p.grad = earlier if grad is None else grad
 
     def _share(self, tie: Tie, p: torch.Tensor) -> None:
-        """Gives all ranks of a tie the first one's weight: they may have been initialized apart."""
+        """Give all ranks of a tie the first one's weight: they may have been initialized differently."""
         first, *others = (self._peers.global_rank(rank) for rank in tie.ranks)
         copy = p.detach().clone(memory_format=torch.contiguous_format)
         if self._peers.rank == tie.ranks[0]:
@@ -121,9 +121,9 @@ class TiedGradients:
             p.copy_(copy)
 
     def _sum(self, tie: Tie, p: nn.Parameter) -> torch.Tensor | None:
-        """The sum of what the ranks of a tie have for a weight; None where none of them has a gradient.
+        """Return the sum of the gradients that the ranks of a tie have; None if none of them has one.
 
-        A word goes ahead of each gradient, as a rank may have none.
+        A word goes ahead of each gradient, since a rank may have none.
         """
         word = _FROZEN if not p.requires_grad else _NO_GRADIENT if p.grad is None else _GRADIENT
         if self._peers.rank == tie.ranks[0]:
@@ -131,7 +131,7 @@ class TiedGradients:
         return self._follow(self._peers.global_rank(tie.ranks[0]), p, word)
 
     def _lead(self, tie: Tie, p: nn.Parameter, word: int) -> torch.Tensor | None:
-        """Sums up, in the order of ranks, and sends the sum to the others."""
+        """Sum up in the order of ranks, by which the sum is the same in every run, and send it to the others."""
         others = [self._peers.global_rank(rank) for rank in tie.ranks[1:]]
         words = [word, *(self._hear(rank, p) for rank in others)]
         _check_alike(tie, words)
@@ -151,7 +151,7 @@ class TiedGradients:
         return total
 
     def _follow(self, first: int, p: nn.Parameter, word: int) -> torch.Tensor | None:
-        """Sends what this rank has to the first one, and takes the sum."""
+        """Send this rank's gradient to the first one, and return the sum."""
         self._say(word, first, p)
         if word == _GRADIENT:
             dist.send(_dense(p), dst=first, group=self._peers.group)
@@ -171,14 +171,14 @@ class TiedGradients:
 
 
 def _dense(p: nn.Parameter) -> torch.Tensor:
-    """A weight's gradient, or zeros, in the order in memory that messages have."""
+    """Return a weight's gradient, or zeros, contiguous as messages need it."""
     if p.grad is None:
         return torch.zeros_like(p, memory_format=torch.contiguous_format)
     return p.grad.contiguous()
 
 
 def _check_alike(tie: Tie, words: Sequence[int]) -> None:
-    """Copies of which one is trained and another is not would drift apart."""
+    """Raise if one copy is trained and another is not: they would drift apart."""
     frozen = [rank for rank, word in zip(tie.ranks, words, strict=True) if word == _FROZEN]
     if frozen and len(frozen) < len(words):
         raise GradweaveError(
