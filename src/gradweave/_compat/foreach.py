@@ -44,3 +44,19 @@ def zero_all(tensors: Tensors) -> None:
 def asked_by_grad_scaler() -> bool:
     """Return whether torch's GradScaler reads the caller's property."""
     return sys._getframe(2).f_globals.get("__name__") == "torch.amp.grad_scaler"
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each of many tensors, in one call."""
+    return list(torch._foreach_norm(tensors))
+
+
+def add_one(tensors: list[torch.Tensor]) -> None:
+    """Add 1 to each of many tensors, in one call."""
+    torch._foreach_add_(tensors, 1)
+
+
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its target; on a GPU in few kernels."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
