@@ -116,7 +116,13 @@ def _seconds(layer: LayerCost) -> float:
 
 
 def stage_graph(
-    costs: Costs, runs: Sequence[range], *, ranks: int, microbatches: int, link: Link = Link()
+    costs: Costs,
+    runs: Sequence[range],
+    *,
+    ranks: int,
+    microbatches: int,
+    link: Link = Link(),
+    counts_arrivals: bool = True,
 ) -> TaskGraph:
     """Return a pipeline's graph in which each stage is one layer, for policies to order.
 
@@ -129,13 +135,15 @@ def stage_graph(
         ranks: Number of devices.
         microbatches: Per step.
         link: Between ranks.
+        counts_arrivals: Whether a gradient that was sent counts before its X begins. Orders found without that may fill
+            a budget better, and must be judged by the whole simulation.
     """
     stages = [_merged([costs.layers[i] for i in run], number) for number, run in enumerate(runs)]
     graph = pipeline(Costs(tuple(stages)), stages=ranks, microbatches=microbatches, link=link)
-    buffers = list(graph.buffers)
+    buffers = list(graph.buffers) if counts_arrivals else []
     for stage, run in enumerate(runs):
-        inputs = sum(costs.layers[i].input_bytes for i in run[1:])
-        gradients = sum(costs.layers[i].output_bytes for i in run[:-1])
+        inputs = sum(costs.layers[i].input_bytes for i in (run[1:] if counts_arrivals else run))
+        gradients = sum(costs.layers[i].output_bytes for i in (run[:-1] if counts_arrivals else run))
         for microbatch in range(microbatches):
             f, x, w = (graph.index[kind, stage, microbatch, 0] for kind in (Kind.F, Kind.X, Kind.W))
             buffers += [Buffer(inputs, "", (f, w)), Buffer(gradients, "", (x, w))]

@@ -28,6 +28,8 @@ _AS_GOOD = 1.005
 """Plans within this of the fastest count as fast; the one with the least memory is taken."""
 _FEW_BACKLOGS = (Backlog(0, 1), Backlog(0, 2, True), Backlog(1, 1), Backlog(4, 0, True))
 """Of them those that often hold less in the same time, for where no budget asks for more."""
+_LENIENT_SHARES = SHARES[:4]
+"""Of the budget, for orders found without counting gradients that were sent and wait for their X."""
 _BOUNDED = "memory_bounded"
 """The policy that is tried along with gradweave's others, which only fill gaps with weight gradients."""
 
@@ -204,10 +206,15 @@ def _plans(
     fine = [range(spans[run[0]].start, spans[run[-1]].stop) for run in runs]
     programs: dict[tuple[Any, ...], Program] = {}
     for assumed in dict.fromkeys((Link(), link)):
-        graph = stage_graph(costs, fine, ranks=ranks, microbatches=settings.microbatches, link=assumed)
+        exact, lenient = (
+            stage_graph(
+                costs, fine, ranks=ranks, microbatches=settings.microbatches, link=assumed, counts_arrivals=counts
+            )
+            for counts in (True, False)
+        )
         for name, options in _variants(policy, settings, ranks):
             try:
-                program = make_program(name, graph, **options)
+                program = make_program(name, lenient if options.get("share") in _LENIENT_SHARES else exact, **options)
             except ArgumentError as refusal:
                 if name != _BOUNDED:
                     raise
@@ -234,7 +241,8 @@ def _variants(policy: str, settings: Settings, ranks: int) -> Iterator[tuple[str
     if budget is None:
         yield from ((_BOUNDED, {"max_in_flight": cap, "backlog": backlog}) for backlog in (ENDLESS, *_FEW_BACKLOGS))
         return
-    for share in SHARES:
+    yield _BOUNDED, {"max_in_flight": cap, "byte_budget": budget}
+    for share in _LENIENT_SHARES:
         for backlog in BACKLOGS:
             yield _BOUNDED, {"max_in_flight": cap, "byte_budget": budget, "backlog": backlog, "share": share}
     for other in caps:
