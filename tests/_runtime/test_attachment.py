@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 import gradweave
 from gradweave._runtime.attachment import AccumulatingAttachment, Attachment
@@ -31,6 +32,7 @@ ATTACHMENTS = {
     "reorder": lambda model: gradweave.reorder(model, "side_stream"),
     "DASO": lambda model: gradweave.DASO(model, sgd(model)),
     "DataParallel": lambda model: gradweave.DataParallel(model, sgd(model)),
+    "Pipeline": lambda model: gradweave.Pipeline(model, functional.mse_loss, microbatches=2, policy="gpipe"),
     "compile": lambda model: gradweave.compile(model, lambda m, x: m(x).sum(), sgd(model), lower="replay"),
     "Eva": lambda model: gradweave.Eva(model, lr=0.1),
 }
