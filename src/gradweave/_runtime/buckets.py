@@ -1,10 +1,11 @@
-"""Buckets of parameters: what one update works on, and what one message carries."""
+"""Buckets of parameters: the unit of an update, and of a message."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,11 +13,14 @@ from torch.optim import Optimizer
 
 from gradweave.schedule.buckets import fill, message_buckets
 
-CPU_BUCKET_BYTES = {"forward": 4 * 2**20, "backward": 64 * 2**20}
-"""In forward about what a core's cache holds: the layer finds its new weights there. In backward each change from
-matrix products to an update and back costs the threads a good part of a millisecond, so there are few."""
+FusionMode = Literal["forward", "backward"]
+
+CPU_BUCKET_BYTES: dict[FusionMode, int] = {"forward": 4 * 2**20, "backward": 64 * 2**20}
+"""Least bytes of a bucket on the CPU. In forward about what a core's cache holds, so that the layer finds its new
+weights there. In backward each switch of the threads from matrix products to an update and back costs a good part of a
+millisecond, so there are few buckets."""
 CUDA_BUCKET_BYTES = 64 * 2**20
-"""Least bytes for which the host's part of an update is worth paying once more."""
+"""Least bytes of a bucket on a GPU, for which another update is worth its launches on the host."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +28,9 @@ class Bucket:
     """Parameters updated by one call.
 
     Attributes:
-        number: Its place in the order of use.
-        params: In the order of use.
-        groups: The same by index of their parameter group, in the order of the group.
+        number: Position in the order of use.
+        params: Parameters in the order of use.
+        groups: The same parameters by the index of their group, in the order of the group.
     """
 
     number: int
@@ -35,7 +39,7 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Bytes of its parameters, and so of its gradients."""
+        """Bytes of the parameters, and so of their gradients."""
         return sum(map(bytes_of, self.params))
 
 
@@ -44,21 +48,20 @@ def bytes_of(p: nn.Parameter) -> int:
     return p.numel() * p.element_size()
 
 
-def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int, mode: str) -> list[Bucket]:
+def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int, mode: FusionMode) -> list[Bucket]:
     """Fill buckets with an optimizer's parameters in the given order.
 
-    A bucket is closed when it holds the least bytes that are worth an update of their own and, on
-    a GPU, its share of ``most`` buckets; and before a parameter on another device. Parameters that
-    the order leaves out are in no bucket.
+    A bucket is full when it has the least bytes that are worth a separate update and, on a GPU, its share of ``most``
+    buckets. It ends before a parameter on another device, too. Parameters that the order leaves out are in no bucket.
 
-    Here each parameter counts as a layer of its own: each has an update of its own, whereas a
-    message is waited for as a whole.
+    A bucket may end inside a layer, since each parameter has its own update; a message, which is waited for as a whole,
+    carries whole layers.
 
     Args:
         optimizer: The optimizer that updates them.
         order: Parameters in the order of their use.
-        most: How many buckets on a GPU.
-        mode: ``"forward"`` or ``"backward"``.
+        most: Greatest number of buckets on a GPU.
+        mode: The mode of the fusion, which decides the least bytes on the CPU.
     """
     order = list(dict.fromkeys(order))
     total = sum(map(bytes_of, order))
@@ -71,7 +74,7 @@ def make_buckets(optimizer: Optimizer, order: Iterable[nn.Parameter], most: int,
 
 
 def with_groups(optimizer: Optimizer, buckets: Iterable[Sequence[nn.Parameter]]) -> list[Bucket]:
-    """Return what of given buckets an optimizer updates, by its parameter groups; empty ones are left out."""
+    """Return buckets restricted to an optimizer's parameters, without those that are empty then."""
     place = {
         id(p): (index, position)
         for index, group in enumerate(optimizer.param_groups)
@@ -91,12 +94,12 @@ def with_groups(optimizer: Optimizer, buckets: Iterable[Sequence[nn.Parameter]])
 def message_params(layers: Sequence[Sequence[nn.Parameter]], k: int, limit: int) -> list[list[nn.Parameter]]:
     """Return the parameters of each message of gradients, in the order of sending.
 
-    A message carries whole layers, as the simulator has it. Only where parameters of a message
-    differ in dtype or device is it divided, since it is one flat tensor.
+    A message carries whole layers, as in the simulator. It is divided only where its parameters differ in dtype or
+    device, since it is one flat tensor.
 
     Args:
         layers: Parameters of each layer, in the order of the forward.
-        k: How many of the first layers are held back, and sent first layer first.
+        k: Number of first layers whose gradients are held back, and sent first layer first.
         limit: Bytes at which a message is full.
     """
     numbers = range(len(layers))
@@ -105,7 +108,8 @@ def message_params(layers: Sequence[Sequence[nn.Parameter]], k: int, limit: int)
     for bucket in message_buckets(numbers, k, sizes.__getitem__, limit):
         alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for number in bucket:
-            # Backward comes to the last parameters of a layer first; of what is held back, forward needs the first.
+            # Backward computes the gradients of a layer's last parameters first. Messages that are held back are sent
+            # for the next forward, which uses the first parameters first.
             for p in layers[number] if number < k else reversed(layers[number]):
                 alike.setdefault((p.dtype, p.device), []).append(p)
         made += alike.values()
@@ -113,7 +117,7 @@ def message_params(layers: Sequence[Sequence[nn.Parameter]], k: int, limit: int)
 
 
 def same_groups(optimizer: Optimizer, known: Sequence[Sequence[nn.Parameter]]) -> bool:
-    """Return whether an optimizer's groups hold the parameters they held."""
+    """Return whether an optimizer's groups have exactly the known parameters."""
     groups = optimizer.param_groups
     if len(groups) != len(known):
         return False
@@ -121,13 +125,13 @@ def same_groups(optimizer: Optimizer, known: Sequence[Sequence[nn.Parameter]]) -
 
 
 def same_objects(one: Sequence[object], other: Sequence[object]) -> bool:
-    """Return whether two lists hold the same objects; comparing parameters would compare their values."""
+    """Return whether two lists have the same objects; ``==`` of parameters would compare their values."""
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def mark_written(params: Iterable[nn.Parameter]) -> None:
-    """Tell autograd that parameters changed, so that a backward through their old values raises.
+    """Tell autograd that parameters were written, so that a backward that needs their old values raises.
 
-    Compiled and fused kernels write to memory without telling it.
+    Compiled and fused kernels write to memory without incrementing its version.
     """
     torch.autograd.graph.increment_version(list(params))

@@ -1,4 +1,4 @@
-"""Runs of a model that its user has not asked for, and of which nothing may be left."""
+"""Runs of a model that its user did not start and that must leave no trace."""
 
 from __future__ import annotations
 
@@ -16,37 +16,39 @@ from gradweave._compat.eager import hooks_suspended
 
 
 def silent_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of a module that has its parameters, and of what else it has a copy: buffers, counters, caches.
+    """Return a copy of a module that shares its parameters and has its own buffers, counters and caches.
 
-    Hooks stay behind, but for those by which torch computes weights. Raises what copying raises.
+    Hooks are not copied, except for those with which torch computes weights. Raises what copying raises.
     """
     own: dict[int, Any] = {id(p): p for p in module.parameters()}
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, torch.Tensor) and not value.is_leaf:
-                own[id(value)] = value  # such as a pruned weight, which cannot be copied, and is computed anew
+                # Deepcopy refuses tensors with a graph, such as a pruned weight; the next forward recomputes it.
+                own[id(value)] = value
     with hooks_suspended(module):
         return copy.deepcopy(module, memo=own)
 
 
 @contextmanager
 def unseen(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
-    """Context for a run that leaves no trace: gives what to run, a copy that shares the module's parameters.
+    """Return a context for a run that leaves no trace; it yields the module to run.
 
-    Of a module that cannot be copied it is the module itself, without its hooks, and with its buffers put back.
-    Random numbers go on where they were: torch's, Python's and NumPy's.
+    That is a copy that shares the module's parameters or, if the module cannot be copied, the module itself without its
+    hooks and with its buffers restored afterwards. The random number generators of torch, Python and NumPy are
+    restored.
     """
     try:
         runs = silent_copy(module)
         stays: AbstractContextManager[None] = nullcontext()
-    except Exception:  # whatever a module's own parts raise
-        runs, stays = module, _put_back(module)
+    except Exception:  # __deepcopy__ of any of the module's parts may raise anything
+        runs, stays = module, _restored_buffers(module)
     with random_numbers_kept(device), stays:
         yield runs
 
 
 @contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
+def _restored_buffers(module: nn.Module) -> Iterator[None]:
     kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with hooks_suspended(module):
@@ -59,7 +61,7 @@ def _put_back(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Context behind which random numbers go on where they were: torch's, Python's and NumPy's."""
+    """Return a context that restores the random number generators of torch, Python and NumPy at its end."""
     numpy: Any = sys.modules.get("numpy")
     python, others = random.getstate(), None if numpy is None else numpy.random.get_state()
     try:

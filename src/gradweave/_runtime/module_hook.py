@@ -1,4 +1,4 @@
-"""Hooks on modules that stay behind when the module is copied or saved."""
+"""Hooks on modules that are not copied or saved with the module."""
 
 from __future__ import annotations
 
@@ -12,26 +12,30 @@ from gradweave.errors import GradweaveError
 
 
 class ModuleHook:
-    """A module's forward pre-hook that stays behind when the module is copied or saved.
+    """A forward pre-hook of a module that does nothing in copies of the module.
 
-    Modules take their hooks along; the copy's one does nothing, so that a copy is a stock model.
+    ``copy.deepcopy`` and pickle take a module's hooks along. There this one becomes a hook without a callback, so that
+    the copy is a stock model and does not refer to the attachment.
+
+    Args:
+        callback: Called with the module, the forward's arguments and, if the hook is registered so, its keywords.
     """
 
     def __init__(self, callback: Callable[..., None] | None = None) -> None:
         self._callback = callback
 
     def __call__(self, module: nn.Module, args: Any = (), *keywords: Any) -> None:
-        """As torch calls it, before the module's forward, with the forward's arguments."""
+        """Call the callback, before the module's forward."""
         if self._callback is not None:
             self._callback(module, args, *keywords)
 
     @property
     def __name__(self) -> str:
-        """As functions have one, by which ``torch.jit.script`` compiles a module's hooks."""
+        """Name of the class, unless ``torch.jit.script`` asks: it compiles a module's hooks by their names."""
         if asked_by_script():
             raise GradweaveError(
-                "torch.jit.script() of a model that is fused or reordered, or of its copy: hooks of gradweave's cannot "
-                "be scripted; detach() first, or script a model made anew with this one's state dict"
+                "torch.jit.script() of a model that is fused or reordered, or of its copy: gradweave's hooks cannot "
+                "be scripted; detach() first, or script a new model that has loaded this one's state dict"
             )
         return type(self).__qualname__
 

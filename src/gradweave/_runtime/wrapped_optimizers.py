@@ -1,4 +1,4 @@
-"""What users give as an optimizer: one of torch's, or what a framework has wrapped around it."""
+"""Optimizers inside the wrappers of training frameworks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch.optim import Optimizer
 T = TypeVar("T")
 
 _FRAMEWORKS = frozenset({"accelerate", "lightning", "pytorch_lightning", "lightning_fabric"})
-"""Those whose wrappers hold the optimizer in their attribute ``optimizer`` and leave its update as it is."""
+"""Frameworks whose wrappers have an attribute ``optimizer`` and add nothing to its update."""
 
 
 def without_wrapper(optimizer: T) -> T | Optimizer:
-    """Return the optimizer inside of what Accelerate or Lightning hands out; anything else as it is.
+    """Return the optimizer inside a wrapper of Accelerate or Lightning; anything else as it is.
 
-    Only wrappers that are known to add nothing to the update are opened: one like Lookahead has an attribute
-    ``optimizer`` too, and an update of its own.
+    Only wrappers that are known to add nothing to the update are unwrapped: Lookahead, for example, has an attribute
+    ``optimizer`` too, but an update of its own.
     """
     inner: T | Optimizer = optimizer
     while any(base.__module__.partition(".")[0] in _FRAMEWORKS for base in type(inner).__mro__):
-        held = getattr(inner, "optimizer", None)
-        if not isinstance(held, Optimizer) or held is inner:
+        wrapped = getattr(inner, "optimizer", None)
+        if not isinstance(wrapped, Optimizer) or wrapped is inner:
             break
-        inner = held
+        inner = wrapped
     return inner
