@@ -150,7 +150,7 @@ def _has_memory(value):
 
 def put_updates_on_a_gpu(monkeypatch):
     """Has forward-fusion launch updates as it does on a GPU, also where it is seen, and lets them be seen."""
-    monkeypatch.setattr("gradweave._runtime.deferred.updates._is_watched", lambda: False)
+    monkeypatch.setattr("gradweave._runtime.deferred.deferred_updates._is_watched", lambda: False)
     monkeypatch.setattr("gradweave._runtime.deferred.pending_updates.without_dispatch_modes", nullcontext)
     run_as_if_on_a_gpu(monkeypatch, PendingUpdates, "_launch", "_make_one_visible")
 

@@ -125,3 +125,17 @@ def test_reads_while_observing_see_true_gradients():
     run(None, 3, look(expected))
     for mine, stock in zip(seen, expected, strict=True):
         assert all(type(a) is torch.Tensor and torch.equal(a, b) for a, b in zip(mine, stock, strict=True))
+
+
+def test_a_model_that_is_traced_while_it_is_observed_stays_in_stock_order():
+    model = make_net()
+    fusion = fuse(model, adamw(model), "auto", allow_backward=True)
+    for i, (x, y) in enumerate(batches(3)):
+        loss_of(model, x, y).backward()
+        if i == 0:
+            torch.jit.trace(model, x)
+            assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+        fusion.optimizer.step()
+        fusion.optimizer.zero_grad()
+        assert "chose stock (the model is traced" in fusion.explain()
+    fusion.detach()

@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from gradweave._runtime.deferred import pending_updates, updates
+from gradweave._runtime.deferred import deferred_updates, pending_updates
 from gradweave._runtime.deferred.late import LateGradient
 from gradweave._runtime.split_calls.task import Task
 from gradweave.errors import ArgumentError, GradweaveError
@@ -429,7 +429,7 @@ def test_gradients_cross_inside_a_graph_of_several_steps_only(deferred, monkeypa
                 fusion.flush()
                 crossed = handle._crossing.crossed
                 monkeypatch.setattr(cross_step, "_capturing", lambda: True)
-                for module in (pending_updates, updates):
+                for module in (pending_updates, deferred_updates):
                     monkeypatch.setattr(module, "capturing", lambda: True)
             with fusion.in_graph() if woven and number == 2 and deferred else nullcontext():
                 for _ in range(3):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave._compat.eager import hooks_suspended
+from gradweave._compat.modules import hooks_suspended
 
 
 def silent_copy(module: nn.Module) -> nn.Module:

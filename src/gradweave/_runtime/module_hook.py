@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from gradweave._compat.eager import asked_by_script
+from gradweave._compat.functions import asked_by_script
 from gradweave.errors import GradweaveError
 
 

@@ -1,4 +1,4 @@
-"""``fuse()``: attaching to a model and an optimizer, and letting go again."""
+"""``fuse()``, and the handle that it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from gradweave._runtime.claims import Technique, claim_model, claim_optimizer, c
 from gradweave._runtime.composition import refuse_conflicts
 from gradweave._runtime.optimizer_steps.hooks import StepHooks
 from gradweave._runtime.optimizer_steps.independence import check_independent, keeps_gradients
-from gradweave._runtime.optimizer_steps.partial import begins_whole
 from gradweave._runtime.requirements import (
     refuse_copies,
     refuse_sharded,
@@ -25,6 +24,7 @@ from gradweave._runtime.requirements import (
     require_shapes,
     require_undifferentiated,
 )
+from gradweave._runtime.two_phase_step import is_two_phase
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.fusion.auto import AutoEngine
@@ -44,27 +44,25 @@ def fuse(
     allow_backward: bool = False,
     track_grad_norm: bool = False,
 ) -> Fusion:
-    """Moves an optimizer's updates into backward, or into the next forward, under an unchanged loop.
+    """Move an optimizer's updates into backward, or into the next forward, under an unchanged loop.
 
-    Parameters and optimizer state stay bit for bit what the same optimizer makes of them in stock
-    order. ``optimizer.step()`` remains the call that ends a step.
+    Parameters and optimizer state are bit for bit what the same optimizer computes in stock order. ``optimizer.step()``
+    remains the call that ends a step.
 
     Args:
         model: The model whose forward and backward are run; wrapped or not.
-        optimizer: Any optimizer that treats its parameters independently; also as Accelerate or
-            Lightning has wrapped it.
-        mode: ``"forward"`` updates a bucket of parameters before its next use, on CUDA beside the
-            next forward; it works with clipping, scaling and accumulation, and gradients stay where
-            they are. ``"backward"`` updates a bucket as soon as its gradients are final and frees
-            them at once, before the loop can look at them: it cannot serve clipping by norm, nor a
-            loop that leaves out a step. ``"auto"`` measures and keeps the fastest of what it can
-            undo: stock order and forward.
-        allow_backward: Let ``"auto"`` try backward too, for a loop that calls ``step()`` after
-            every ``backward()`` and never uses ``.grad``.
-        track_grad_norm: Keep what :meth:`Fusion.grad_norm` needs; costs a read of each gradient.
+        optimizer: Any optimizer that treats its parameters independently; also one wrapped by Accelerate or Lightning.
+        mode: ``"forward"`` updates a bucket of parameters before its next use, on CUDA beside the next forward. It
+            supports clipping, scaling and accumulation, and keeps gradients. ``"backward"`` updates a bucket as soon as
+            its gradients are final and frees them at once, before the loop can look at them. It supports neither
+            clipping by norm nor loops that skip a step. ``"auto"`` measures stock order and forward, between which it
+            can change at any time, and keeps the faster one.
+        allow_backward: Let ``"auto"`` try backward too, for a loop that calls ``step()`` after every ``backward()`` and
+            never uses ``.grad``.
+        track_grad_norm: Compute what :meth:`Fusion.grad_norm` needs, which costs a read of each gradient.
 
     Returns:
-        A handle that detaches; also a context manager that does so at its end.
+        A handle that detaches; also a context manager that detaches at its end.
     """
     if mode not in MODES:
         raise ArgumentError("mode", mode, f"use one of {', '.join(MODES)}")
@@ -75,21 +73,20 @@ def fuse(
     _check_optimizer(own)
     _check_model(model, own, mode)
     never = ""
-    if begins_whole(own):
+    if is_two_phase(own):
         if mode == "backward" or allow_backward:
-            raise ArgumentError(
-                "mode" if mode == "backward" else "allow_backward",
-                mode if mode == "backward" else allow_backward,
-                f"{type(own).__name__} decides over all gradients whether a step is taken, and no update can begin "
-                'in backward; use mode="forward"',
+            raise UnsupportedError(
+                type(own).__name__,
+                "decides over all gradients whether a step is taken, so that no update can begin in backward",
+                'use mode="forward"',
             )
     else:
         try:
             check_independent(own, remedy="train without fuse()")
-        except ArgumentError as refusal:
+        except UnsupportedError as refusal:
             if mode != "auto":
                 raise
-            never = f"{type(own).__name__} {refusal.remedy}"
+            never = f"{type(own).__name__} {refusal.reason}"
         if not never and (mode == "backward" or allow_backward) and keeps_gradients(own):
             if mode == "backward":
                 raise UnsupportedError(
@@ -125,9 +122,9 @@ def _check_model(model: nn.Module, optimizer: Optimizer, mode: Mode) -> None:
     if any(not own.isdisjoint(claim.params) for claim in claims_on(model, Technique.FUSE)):
         raise UnsupportedError(
             f"fuse of {type(optimizer).__name__}",
-            "another optimizer that is fused has parameters of its own",
-            "detach() that fusion first (gradweave.fusion.fusions_of(model) finds it again, for example in a notebook "
-            "whose cell is run twice)",
+            "it shares parameters with another optimizer that is fused",
+            "detach() that fusion first (gradweave.fusion.fusions_of(model) finds it, for example if a notebook "
+            "cell has run twice)",
         )
     require_shapes(params)
     refuse_sharded(model, params, remedy="train without fuse()")
@@ -140,7 +137,7 @@ def fusions_of(model: nn.Module) -> list[Fusion]:
 
 
 class Fusion(AccumulatingAttachment):
-    """What :func:`fuse` returns: a hold on the attachment."""
+    """The handle that :func:`fuse` returns."""
 
     def __init__(
         self,
@@ -156,7 +153,7 @@ class Fusion(AccumulatingAttachment):
         self.optimizer = optimizer
         self._norms = NormTracker(enabled=track_grad_norm)
         self._engine: AutoEngine | BackwardEngine | ForwardEngine | None
-        with ExitStack() as undo:  # whatever fails on the way, nothing stays behind
+        with ExitStack() as undo:  # if any part fails, those before it are undone
             if mode == "backward":
                 self._engine = BackwardEngine(optimizer, self._norms)
             elif mode == "forward":
@@ -177,22 +174,21 @@ class Fusion(AccumulatingAttachment):
             self._undo = undo.pop_all()
 
     def flush(self) -> None:
-        """Applies every update that step() has decided and that is not in the weights yet.
+        """Apply every update that is pending.
 
-        Reading a parameter does this for what it needs; call it before something that reads
-        weights behind torch's back.
+        Reading a parameter applies its own update. Call this before code that reads weights without torch functions.
         """
         self._attached().flush()
 
     def detach(self) -> None:
-        """Applies what is pending and lets go: the model and ``step()`` are stock again."""
+        """Apply what is pending and detach: the model and ``step()`` are stock again."""
         if self._engine is not None:
             self._engine = None
             self._undo.close()
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
-        """Return a context in which backwards only accumulate: for all micro-batches of a step but the last."""
+        """Return a context in which backwards only accumulate, for all micro-batches of a step but the last."""
         engine = self._attached()
         before, engine.accumulating = engine.accumulating, True
         try:
@@ -202,9 +198,9 @@ class Fusion(AccumulatingAttachment):
 
     @contextmanager
     def in_graph(self) -> Iterator[None]:
-        """Inside the capture of a CUDA graph of several steps: updates are deferred from each step to the next.
+        """Return a context, inside the capture of a CUDA graph of several steps, that defers updates to the next step.
 
-        All of them are applied at the end. Without it a captured step has its updates in stock order.
+        All of them are applied at its end. Without it a captured step updates in stock order.
         """
         engine = self._attached()
         if not isinstance(engine, ForwardEngine):
@@ -220,32 +216,32 @@ class Fusion(AccumulatingAttachment):
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has not been detached."""
+        """Whether the fusion has not been detached."""
         return self._engine is not None
 
     def takes_late(self, p: torch.Tensor) -> bool:
-        """Whether the next that uses a gradient is an update in backward, which can wait for it."""
+        """Return whether the next use of a gradient is an update in backward, which can wait for it."""
         return isinstance(self._engine, BackwardEngine) and self._engine.takes_late(p)
 
     @property
     def in_graph_now(self) -> bool:
-        """Whether :meth:`in_graph` is in force."""
+        """Whether the context of :meth:`in_graph` is active."""
         return isinstance(self._engine, ForwardEngine) and self._engine.in_graph
 
     def accept_partial(self) -> None:
-        """After a backward that failed halfway in backward mode: goes on with the weights as they are."""
+        """Go on with the weights as they are after a backward that failed halfway, in backward mode."""
         self._attached().accept_partial()
 
     def grad_norm(self) -> torch.Tensor:
-        """The norm over all gradients of the last step, as clipping computes it, before any clipping."""
+        """Return the norm over all gradients of the last step, as clipping computes it, before any clipping."""
         return self._norms.total()
 
     def record(self, recorder: Callable[[int], AbstractContextManager[None]] | None) -> None:
-        """Runs each bucket's update inside ``recorder(bucket)``, for timelines; None ends it."""
+        """Run each bucket's update inside ``recorder(bucket)``, for timelines; None: no longer."""
         self._attached().record(recorder)
 
     def explain(self) -> str:
-        """What is done, and why."""
+        """Return what the fusion does, and why."""
         if self._engine is None:
             return "detached: stock order"
         return f"mode={self.mode!r}: {self._engine.describe()}"

@@ -1,4 +1,4 @@
-"""Forward-fusion: step() hands the gradients over; each bucket is updated before its next use."""
+"""Forward fusion: step() defers updates, and each bucket is updated before its next use."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import is_sole_user
+from gradweave._compat.tensors import is_sole_user
 from gradweave._runtime.buckets import Bucket, make_buckets
+from gradweave._runtime.deferred.deferred_updates import DeferredUpdates, State
 from gradweave._runtime.deferred.late import LateGradient, settled
 from gradweave._runtime.deferred.pending_gradient import make_gradient_pending
 from gradweave._runtime.deferred.pending_updates import UpdateRules
-from gradweave._runtime.deferred.updates import DeferredUpdates
 from gradweave.fusion.grad_norm import NormTracker
 
 _MOST_BUCKETS = 3
-"""On a GPU: the updates are launched one after the other anyway, and each launch costs the host."""
+"""Most buckets on a GPU: updates are launched one after the other anyway, and each launch costs the host."""
 
 
 class ForwardEngine:
     """Defers updates past step().
 
-    On CUDA the updates are launched at step() on a second stream and run beside the next forward;
-    the first use of a bucket makes its stream wait for the bucket's event. On the CPU a bucket is
-    updated at its first use.
+    On CUDA updates are launched at step() on a second stream and run beside the next forward; the first use of a bucket
+    makes its stream wait for the bucket's event. On the CPU a bucket is updated at its first use. The engine has the
+    states of its :class:`~gradweave._runtime.deferred.deferred_updates.DeferredUpdates`.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, norms: NormTracker) -> None:
@@ -36,18 +36,18 @@ class ForwardEngine:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer with its updates deferred."""
+        """Optimizer whose updates are deferred."""
         return self._updates.optimizer
 
     @property
     def buckets(self) -> list[Bucket]:
-        """What is updated at once, in the order of use."""
+        """Parameters that one call updates, in the order of use."""
         return self._updates.buckets
 
     @property
-    def stopped(self) -> str:
-        """The reason why updates stay at step(); empty if they do not."""
-        return self._updates.stopped
+    def stop_reason(self) -> str:
+        """Reason why all updates stay at step(); empty if they are deferred."""
+        return self._updates.stop_reason
 
     @property
     def in_graph(self) -> bool:
@@ -60,7 +60,7 @@ class ForwardEngine:
 
     @property
     def is_pending(self) -> bool:
-        """Whether updates are pending."""
+        """Whether any update is pending."""
         return bool(self._updates.pending)
 
     def flush(self) -> None:
@@ -68,31 +68,31 @@ class ForwardEngine:
         self._updates.flush()
 
     def detach(self) -> None:
-        """Apply what is pending and take every hook away."""
+        """Apply what is pending and remove every hook."""
         self._updates.detach()
 
     def accept_partial(self) -> None:
-        """Do nothing: a step is handed over whole, and never partly applied."""
+        """Do nothing: no backward ever updates anything, so that none can fail halfway."""
 
     def record(self, recorder: Callable[[int], AbstractContextManager[None]] | None) -> None:
-        """Let a recorder see when each bucket is updated."""
+        """Run each bucket's update inside the recorder's context; None: no longer."""
         self._updates.pending.record(recorder)
 
     def describe(self) -> str:
-        """Return what is done, for explain()."""
-        if self.stopped:
-            return f"updates at step(), since {self.stopped}"
-        if not self._updates.has_learned:
+        """Return what the engine does, for explain()."""
+        if self._updates.state is State.STOPPED:
+            return f"updates at step(), since {self.stop_reason}"
+        if self._updates.state is State.LEARNING:
             return "running the first step in stock order"
         beside = self._updates.pending.runs_beside
         where = "on a second stream beside the next forward" if beside else "at their first use in the next forward"
         return f"{len(self.buckets)} bucket(s) updated {where}"
 
     def check_stock_order(self, reason: str) -> None:
-        """Do nothing: any step may be one in stock order."""
+        """Do nothing: every step may be in stock order."""
 
     def before_step(self, is_last: bool) -> None:
-        """Decide what is deferred; the optimizer's own update finds nothing to do for that."""
+        """Decide which updates are deferred, and hide their parameters from the optimizer's own update."""
         params = self._updates.open_step()
         if self._norms.enabled:
             with_grad = [p for p in params if p.grad is not None]
@@ -101,14 +101,15 @@ class ForwardEngine:
         self._updates.decide(params, is_last=is_last)
 
     def after_step(self) -> None:
-        """Close the step: what was decided is pending from here on."""
+        """Close the step: make the updates that were decided pending."""
         self._updates.after_step()
 
 
 class _ForwardRules(UpdateRules):
-    """Forward-fusion's buckets are its own, and gradients are what autograd, or reordering, has put into ``.grad``."""
+    """Rules of forward fusion: its own buckets, and gradients that autograd or reordering has put into ``.grad``."""
 
     name = "fuse"
+    compile_remedy = "call torch.compile() first, and give fuse() the compiled model"
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -118,13 +119,13 @@ class _ForwardRules(UpdateRules):
         return make_buckets(self._optimizer, used, _MOST_BUCKETS, "forward")
 
     def may_hold(self, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient is late, or nothing else refers to its memory."""
+        """Return whether a gradient is late, or no other object refers to its memory."""
         if type(gradient) is LateGradient:
             return gradient.layout is torch.strided
         return type(gradient) is torch.Tensor and gradient.layout is torch.strided and is_sole_user(gradient)
 
     def stand_in(self, gradient: torch.Tensor, resolve: Callable[[], None]) -> torch.Tensor:
-        """Return the gradient itself, pending, or one that is late until the update is done."""
+        """Return the gradient itself, made pending, or a late gradient whose use applies the update first."""
         if type(gradient) is LateGradient:
             return LateGradient(gradient, _UntilUpdated(resolve, gradient))
         make_gradient_pending(gradient, resolve)
@@ -132,7 +133,7 @@ class _ForwardRules(UpdateRules):
 
 
 class _UntilUpdated:
-    """The source of a late gradient once step() has been called: the update is done before the gradient is used."""
+    """Source of a late gradient after step(): applies the update before the gradient is used."""
 
     stream = None
 
@@ -141,7 +142,7 @@ class _UntilUpdated:
         self._gradient = gradient
 
     def settle(self) -> torch.Tensor:
-        """Return the gradient, once the update with it is done."""
+        """Apply the update, and return the gradient."""
         self._resolve()
         result: torch.Tensor = settled(self._gradient)
         return result
@@ -149,4 +150,4 @@ class _UntilUpdated:
     ready = settle
 
     def done(self, after: torch.cuda.Event | None = None) -> None:
-        """Do nothing: nothing is left to do."""
+        """Do nothing: the gradient was settled for all streams."""

@@ -1,4 +1,4 @@
-"""Finding out what a training loop needs of its gradients, without getting in its way."""
+"""A step in stock order that shows how a training loop uses its gradients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import are_kept, map_nested, metadata_guard, no_torch_function
+from gradweave._compat.functions import map_nested, no_torch_function
+from gradweave._compat.tensors import are_kept, metadata_guard
 from gradweave._runtime.deferred.arguments import METADATA
-from gradweave._runtime.optimizer_steps.partial import FrozenStep
+from gradweave._runtime.optimizer_steps.snapshot import StepSnapshot
 
 
 class _ObservedGradient(torch.Tensor):
-    """A gradient that notes when it is used; operations go through to the real one."""
+    """A stand-in for a gradient that tells the observer of each use; operations are forwarded to the real one."""
 
     _real: torch.Tensor
     _observer: LoopObserver
@@ -58,16 +59,16 @@ class _ObservedGradient(torch.Tensor):
 
 
 class LoopObserver:
-    """Watches one step in stock order.
+    """Observes one step in stock order, without changing its result.
 
     Attributes:
-        needs: What the loop does between backward and step that needs all gradients at once.
+        needs: Uses that the loop makes of gradients or weights between backward and step, which rule backward out.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.needs: list[str] = []
-        self._real: dict[nn.Parameter, int] = {}
+        self._versions: dict[nn.Parameter, int] = {}
         self._settings: list[dict[str, Any]] = []
         self._hooks: list[Any] = []
         try:
@@ -78,13 +79,13 @@ class LoopObserver:
             raise
 
     def detach(self) -> None:
-        """Stops watching."""
+        """Put the real gradients back and remove all hooks."""
         self._restore()
         for hook in self._hooks:
             hook.remove()
 
     def note(self, need: str) -> None:
-        """Remembers something that the loop does."""
+        """Record something that the loop does."""
         if need not in self.needs:
             self.needs.append(need)
 
@@ -97,46 +98,47 @@ class LoopObserver:
         if p.grad.layout is not torch.strided:
             self.note("sparse gradients")
             return
-        if p.grad.dtype is not p.dtype:  # of a graph from before the model was converted
-            self.note("has gradients of another type than weights")
+        if p.grad.dtype is not p.dtype:  # the model was converted after the forward
+            self.note("has gradients of another type than its weights")
             return
         if isinstance(p.grad, _ObservedGradient):
             return
         if are_kept([p.grad]):
             self.note("keeps gradients")
             return
-        if not self._real:
-            self._settings = FrozenStep(self.optimizer).groups
-        self._real[p] = p._version
+        if not self._versions:
+            self._settings = StepSnapshot(self.optimizer).groups
+        self._versions[p] = p._version
         p.grad = _ObservedGradient(p.grad, self)
 
     def _restore(self) -> None:
-        replaced = [p for p in self._real if not isinstance(p.grad, _ObservedGradient)]
-        if replaced and len(replaced) < len(self._real):
+        replaced = [p for p in self._versions if not isinstance(p.grad, _ObservedGradient)]
+        if replaced and len(replaced) < len(self._versions):
             self.note("assigns .grad")
-        for p, version in self._real.items():
+        for p, version in self._versions.items():
             if p._version != version:
                 self.note("changes weights before step()")
             if isinstance(p.grad, _ObservedGradient):
                 real = p.grad._real
-                p.grad = None  # the model may have been converted meanwhile, and what stood for the gradient not
+                # The stand-in has the old type if the model was converted meanwhile.
+                p.grad = None
                 p.grad = real.to(p.dtype)
-        self._real = {}
+        self._versions = {}
 
     def before_step(self, is_last: bool) -> None:  # noqa: ARG002
-        """Gives the optimizer the real gradients."""
-        if self._real and _changed(self._settings, FrozenStep(self.optimizer).groups):
+        """Give the optimizer the real gradients."""
+        if self._versions and _changed(self._settings, StepSnapshot(self.optimizer).groups):
             self.note("changes hyperparameters before step()")
         self._restore()
         if getattr(self.optimizer, "grad_scale", None) is not None:
             self.note("GradScaler")
 
     def after_step(self) -> None:
-        """Nothing to do: the step ran in stock order."""
+        """Do nothing: the step ran in stock order."""
 
 
 def _changed(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
-    """Whether any group's settings differ."""
+    """Return whether any group's settings differ."""
     for then, current in zip(before, now, strict=False):
         for key, value in then.items():
             same = torch.equal(value, current[key]) if isinstance(value, torch.Tensor) else value == current.get(key)

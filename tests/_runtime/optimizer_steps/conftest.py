@@ -1,9 +1,5 @@
-import pytest
+"""Buckets are as small as in the tests of fusion."""
 
-from gradweave._runtime import buckets
+from fusion.conftest import several_buckets
 
-
-@pytest.fixture(autouse=True)
-def several_buckets(monkeypatch):
-    """Buckets so small that the tests' nets have several of them."""
-    monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", {"forward": 300, "backward": 300})
+__all__ = ["several_buckets"]

@@ -11,7 +11,7 @@ from torch import nn, optim
 from _runtime.optimizer_steps.test_independence import Simple
 from fusion.loops import adamw, assert_same, batches, loss_of, make_net
 from gradweave._runtime.optimizer_steps.code_reach import find_reach, is_torchs
-from gradweave.errors import ArgumentError
+from gradweave.errors import UnsupportedError
 from gradweave.fusion import fuse
 
 GENERATOR = torch.Generator()
@@ -115,7 +115,7 @@ def test_they_are_refused_and_nothing_of_them_has_run(cls):
     model = make_net()
     optimizer = cls(model.parameters())
     numpy_state, generator_state = np.random.get_state()[1].copy(), GENERATOR.get_state()
-    with pytest.raises(ArgumentError, match=cls.__name__):
+    with pytest.raises(UnsupportedError, match=cls.__name__):
         fuse(model, optimizer, "forward")
     assert find_reach(optimizer)
     assert (np.random.get_state()[1] == numpy_state).all()

@@ -1,4 +1,4 @@
-"""Arguments of torch functions: which of them are stand-ins, and what may be asked of a stand-in as it is."""
+"""Stand-ins among the arguments of torch functions, and the functions that stand-ins answer themselves."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ _ATTRIBUTES = (
     "_backward_hooks", "_post_accumulate_grad_hooks",
 )  # fmt: skip
 _SETTABLE = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-# Properties of torch.Tensor that are written in C reach __torch_function__ as the ``__get__`` or ``__set__`` of their
-# descriptor.
+# A property of torch.Tensor that is written in C reaches __torch_function__ as its descriptor's __get__ or __set__.
 METADATA: set[Any] = {
     *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
     *(getattr(torch.Tensor, name).__set__ for name in _SETTABLE),
@@ -27,15 +26,15 @@ METADATA: set[Any] = {
 }
 """Functions that a stand-in answers without being resolved.
 
-The shape is not among them: functions that go on to read the value without another call of
-``__torch_function__``, such as vmap, ask for the shape first.
+The shape is not among them: vmap, for example, asks for the shape, and then reads the value without another call of
+``__torch_function__``.
 """
 
 
 def of_type(value: Any, kind: type[T]) -> Iterator[T]:
     """Yield the objects of exactly one type among nested arguments.
 
-    The type is looked at as each object is reached: one that has been resolved meanwhile is left out.
+    Each object's type is read when it is reached, since resolving one object may resolve others.
     """
     if type(value) is kind:
         yield value

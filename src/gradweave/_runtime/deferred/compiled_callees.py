@@ -1,4 +1,4 @@
-"""Finding modules whose code hands parameters of modules inside of them to compiled code, which does not ask."""
+"""Modules that pass parameters of their submodules to compiled code, past the parameters' class."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gradweave._runtime.optimizer_steps.code_reach import content_of, is_trusted
 
 
 def weights_handed_out(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of torch's modules directly inside of one that its code names, if it uses compiled code too.
+    """Return the parameters of a module's direct torch submodules that its code names, if it also uses compiled code.
 
-    Such as ``fused_gelu(x, self.linear.bias)``, where ``fused_gelu`` was scripted.
+    An example is ``fused_gelu(x, self.linear.bias)`` with a scripted ``fused_gelu``.
     """
     names = _Names(type(module))
     if not names.are_compiled:
@@ -41,11 +41,11 @@ def _named_params(part: nn.Module, names: set[str]) -> Iterator[nn.Parameter]:
 
 
 class _Names:
-    """The names that a class' forward uses, with all that it calls of its own and of libraries written in Python.
+    """The names in the code of a class's forward, and of the Python code that it calls.
 
     Attributes:
         used: The names.
-        are_compiled: Whether one of them stands for code that is not Python's, nor torch's.
+        are_compiled: Whether one of them refers to compiled code that is not torch's.
     """
 
     def __init__(self, cls: type[nn.Module]) -> None:

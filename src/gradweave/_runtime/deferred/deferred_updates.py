@@ -14,16 +14,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.dynamo import call_before_compiling, stop_calling_before_compiling
-from gradweave._compat.eager import (
+from gradweave._compat.functions import (
+    dispatch_modes,
     flat_leaves,
     function_modes,
     in_function_transform,
     is_being_traced,
-    is_compiled,
     is_device_mode,
     other_function_modes,
-    watchers,
 )
+from gradweave._compat.modules import is_compiled
 from gradweave._logging import announce
 from gradweave._runtime.buckets import Bucket, same_groups
 from gradweave._runtime.deferred.compiled_callees import weights_handed_out
@@ -371,9 +371,9 @@ def _is_subclass(value: Any) -> bool:
 
 def _is_watched() -> bool:
     """Return whether a mode around a step sees its operations, and might change them."""
-    if watchers() == 0 and other_function_modes() == 0:
+    if dispatch_modes() == 0 and other_function_modes() == 0:
         return False
-    return watchers() > 0 or not all(map(is_device_mode, function_modes()))
+    return dispatch_modes() > 0 or not all(map(is_device_mode, function_modes()))
 
 
 def _autocasting(params: list[nn.Parameter]) -> bool:

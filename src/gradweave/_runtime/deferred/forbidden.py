@@ -1,4 +1,4 @@
-"""Gradients that are gone, or that must not be touched now."""
+"""Gradients that have been freed, or that must not be used now."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave._compat.eager import asked_for_fake_tensor, disabled_torch_function, metadata_guard
+from gradweave._compat.functions import disabled_torch_function
+from gradweave._compat.tensors import asked_for_fake_tensor, metadata_guard
 from gradweave._runtime.deferred.arguments import of_type
 from gradweave.errors import GradweaveError
 
@@ -16,11 +17,10 @@ _CLEARING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 
 
 class ForbiddenGradient(torch.Tensor):
-    """A stand-in without data: every use of it raises.
+    """A stand-in without data, every use of which raises.
 
-    Reading it, writing to it, or accumulating onto it, also from C++, calls ``on_use`` with the
-    name of the operation and raises what that returns. Zeroing it calls ``on_clear``, for
-    ``zero_grad(set_to_none=False)``; setting ``.grad`` to None removes it anyway.
+    Reading it, writing to it, or accumulating onto it, also from C++, calls ``on_use`` with the name of the operation
+    and raises the error that it returns. Zeroing it, as ``zero_grad(set_to_none=False)`` does, calls ``on_clear``.
     """
 
     _on_use: Callable[[str], GradweaveError]
@@ -30,7 +30,7 @@ class ForbiddenGradient(torch.Tensor):
     def __new__(
         cls, like: torch.Tensor, on_use: Callable[[str], GradweaveError], on_clear: Callable[[], None]
     ) -> ForbiddenGradient:
-        """Make one of the shape, type and device of ``like``; ``on_use`` gives the error to raise."""
+        """Return a stand-in of the shape, type and device of ``like``."""
         forbidden: ForbiddenGradient = metadata_guard(cls, like)
         forbidden._on_use = on_use
         forbidden._on_clear = on_clear
@@ -50,7 +50,7 @@ class ForbiddenGradient(torch.Tensor):
             return args[0] if func is torch.ops.aten.zero_.default else None
         raise found[0]._on_use(str(func).removeprefix("aten."))
 
-    # The methods below reach for memory without an operation that the dispatcher would see.
+    # The methods below access memory without an operation that the dispatcher would see.
 
     def numpy(self, **_: Any) -> Any:
         """Raise; torch's own refusal would not say why."""
@@ -73,7 +73,7 @@ class ForbiddenGradient(torch.Tensor):
         raise self._on_use("storage()")
 
     def untyped_storage(self) -> Any:
-        """Raise, unless Dynamo asks, for the fake tensor by which it represents this one while it compiles."""
+        """Raise, except for Dynamo, which makes a fake tensor of this one while it compiles."""
         if asked_for_fake_tensor():
             return super().untyped_storage()
         raise self._on_use("untyped_storage()")
@@ -90,7 +90,7 @@ class ForbiddenGradient(torch.Tensor):
 
 
 def forbidden_gradient(param: nn.Parameter, on_use: Callable[[str], GradweaveError]) -> ForbiddenGradient:
-    """Return a stand-in for one parameter's ``.grad``; zeroing it leaves zeros, as it would of the gradient."""
+    """Return a stand-in for a parameter's ``.grad``; zeroing it leaves zeros, as with the gradient itself."""
 
     def clear() -> None:
         param.grad = torch.zeros_like(param)

@@ -8,40 +8,41 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gradweave._compat.eager import map_nested, metadata_guard, no_torch_function
+from gradweave._compat.functions import map_nested, no_torch_function
+from gradweave._compat.tensors import metadata_guard
 from gradweave._runtime.deferred.arguments import METADATA
 
 
 class Source(Protocol):
-    """The computation that a late gradient is the result of."""
+    """The computation of a late gradient."""
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
-        """The stream of the computation, if it runs beside the backward."""
+        """Stream of the computation, if it runs beside the backward."""
 
     def settle(self) -> torch.Tensor:
-        """Return the gradient, for use on the current stream and on that of the backward; nothing is left to do."""
+        """Return the gradient, for use on the current stream and on that of the backward."""
 
     def ready(self) -> torch.Tensor:
-        """Return the gradient, for use on the current stream alone; :meth:`done` must follow."""
+        """Return the gradient, for use on the current stream only; a call of :meth:`done` must follow."""
 
     def done(self, after: torch.cuda.Event | None = None) -> None:
-        """Let the stream of the backward wait for an event, the end of what followed :meth:`ready`."""
+        """Let the stream of the backward wait for the end of the uses after :meth:`ready`, if an event marks it."""
 
 
 class LateGradient(torch.Tensor):
-    """A stand-in without data for a gradient in ``.grad``: using it finishes the computation first.
+    """A stand-in without data for a gradient in ``.grad``, whose use finishes the computation first.
 
-    Operations go through to the real gradient: those of Python by ``__torch_function__``, and those of C++, such as
-    autograd's accumulation, by ``__torch_dispatch__``. A deferred update, which knows when it needs the gradient,
-    asks the source itself.
+    Operations are forwarded to the real gradient: those from Python by ``__torch_function__``, those from C++, such as
+    autograd's accumulation, by ``__torch_dispatch__``. A deferred update calls the source itself, when it needs the
+    gradient.
     """
 
     source: Source
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, source: Source) -> LateGradient:
-        """Make one of the shape, strides, type and device of ``like``."""
+        """Return a stand-in of the shape, strides, type and device of ``like``."""
         with no_torch_function():
             late: LateGradient = metadata_guard(cls, like)
         late.source = source
@@ -61,7 +62,7 @@ class LateGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Autograd puts a gradient into .grad as a detached alias; that must not finish the computation.
+        # AccumulateGrad stores a detached alias of the gradient in .grad, which must not finish the computation.
         if func is torch.ops.aten.detach.default:
             return LateGradient(args[0], args[0].source)
         args, kwargs = map_nested(settled, (args, kwargs or {}))

@@ -1,4 +1,4 @@
-"""Gradients with a value that is still being averaged, or that a pending update is still to use."""
+"""Gradients that are still being averaged, or that a pending update is still to use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradweave._compat.eager import no_torch_function
+from gradweave._compat.functions import no_torch_function
 from gradweave._runtime.deferred.arguments import METADATA, of_type
 from gradweave.errors import GradweaveError
 
@@ -17,13 +17,11 @@ _RESOLVE = "_gradweave_resolve"
 class PendingGradient(torch.Tensor):
     """A gradient that is resolved before it is used.
 
-    A gradient takes on this class by :func:`make_gradient_pending` and gives it up by
-    :func:`make_gradient_plain`. The class of the object is swapped, and no other object put into its
-    place, so that those who keep the gradient keep the right one.
+    :func:`make_gradient_pending` gives a gradient this class, and :func:`make_gradient_plain` takes it away. The class
+    of the object is swapped, instead of the object in ``.grad``, so that other references to the gradient stay valid.
 
-    ``__torch_function__`` is consulted where a function is called from Python. Autograd, which adds to
-    ``.grad`` in C++, does not consult it: the owner of the gradient has to resolve it before a backward
-    adds to it.
+    Only functions that are called from Python consult ``__torch_function__``. Autograd, which adds to ``.grad`` in C++,
+    does not: the owner of the gradient has to resolve it before a backward adds to it.
     """
 
     @classmethod
@@ -62,14 +60,14 @@ def make_gradient_plain(gradient: torch.Tensor) -> None:
     """Turn a pending gradient into a plain one again; leave a plain one as it is."""
     if type(gradient) is PendingGradient:
         gradient.__class__ = torch.Tensor  # type: ignore[assignment]
-        # torch pickles and copies a tensor with attributes of its own in another way than one without.
+        # torch pickles and copies a tensor that has instance attributes in another way than one without.
         gradient.__dict__.pop(_RESOLVE, None)
 
 
 def _resolve(gradient: torch.Tensor) -> None:
     resolve: Callable[[], None] | None = gradient.__dict__.get(_RESOLVE)
-    if resolve is None:  # another thread has made it plain since its class was looked at
+    if resolve is None:  # another thread has made it plain since its class was read
         return
     resolve()
     if type(gradient) is PendingGradient:
-        raise GradweaveError("a gradient was kept whose update was given up; it is not what it should be")
+        raise GradweaveError("a gradient is used whose update was given up: its value is not valid; run a new backward")

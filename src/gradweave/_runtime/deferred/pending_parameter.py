@@ -1,4 +1,4 @@
-"""Parameters with an update that is still to come."""
+"""Parameters whose update is pending."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave._compat.eager import alias_of, no_torch_function, use_count
+from gradweave._compat.functions import no_torch_function
+from gradweave._compat.tensors import alias_of, use_count
 from gradweave._runtime.deferred.arguments import METADATA, of_type
 
 _RESOLVE = "_gradweave_resolve"
@@ -20,21 +21,19 @@ _MAKE_PARAMETER = nn.Parameter.__new__.__code__
 class PendingParameter(nn.Parameter):
     """A parameter that is updated before it is used.
 
-    A parameter takes on this class by :func:`make_pending` and gives it up by :func:`restore`. The
-    class of the object is swapped: the model, the optimizer and the loop hold references to the
-    parameter, so another object would not be seen by them.
+    :func:`make_pending` gives a parameter this class, and :func:`restore` takes it away. The class of the object is
+    swapped, since the model, the optimizer and the loop refer to the object.
 
-    ``.grad`` is an ordinary attribute meanwhile, so that zero_grad, which asks for all of them in
-    every step, costs little: what :func:`make_pending` was given, until it is cleared. The gradient in
-    the tensor itself, which autograd reads and writes in C++ and which would be added to, is kept empty.
+    Meanwhile ``.grad`` is an ordinary attribute, which makes ``zero_grad()`` cheap: the gradient that
+    :func:`make_pending` was given, until it is cleared. The tensor's own gradient, which autograd reads and writes in
+    C++, is empty, so that a backward does not add to a gradient that the update is still to read.
 
-    Code that reads memory without calling a torch function from Python (compiled and scripted models,
-    C++ extensions, tensors that share the memory) does not come by here. Parameters that such code may
-    read must not be made pending.
+    Code that reads memory without calling a torch function from Python (compiled and scripted models, C++ extensions,
+    tensors that share the memory) is not noticed here. Parameters that such code may read must not be made pending.
     """
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        # type(p)(data), by which libraries make another parameter like p
+        # Libraries make a parameter like p by type(p)(data): the result must be a plain one.
         return nn.Parameter(data, requires_grad)
 
     @property
@@ -48,10 +47,10 @@ class PendingParameter(nn.Parameter):
             show(self, None)
             accumulate(self, None)
         else:
-            _resolve(self)
+            resolve(self)
             if type(self) is nn.Parameter:
                 self.grad = value
-            else:  # by the update itself, which is under way
+            else:  # the update itself, which is running, assigns the gradient
                 show(self, value)
 
     @grad.deleter
@@ -59,14 +58,14 @@ class PendingParameter(nn.Parameter):
         self.grad = None
 
     def _use_count(self) -> int:
-        # torch.utils.swap_tensors asks this, and then exchanges classes and memory without another torch function.
-        _resolve(self)
+        # torch.utils.swap_tensors calls this first, and then swaps classes and memory without a torch function.
+        resolve(self)
         return use_count(self)
 
     def detach(self) -> Any:
-        _resolve(self)
+        resolve(self)
         plain = alias_of(self)
-        # nn.Parameter(p) makes a parameter of this, and only if it is of the class that p has by now.
+        # nn.Parameter(p) calls this, and requires the result to be of the class that p now has.
         if sys._getframe(1).f_code is _MAKE_PARAMETER:
             plain.__class__ = nn.Parameter
         return plain
@@ -80,43 +79,44 @@ class PendingParameter(nn.Parameter):
             with no_torch_function():
                 return func(*args, **kwargs)
         for param in of_type((args, kwargs), PendingParameter):
-            _resolve(param)
+            resolve(param)
         return func(*args, **kwargs)
 
-    # While an update runs, its parameters are still pending for other threads. To the update they are what they are:
-    # it runs without __torch_function__. Copies that it makes are of plain parameters.
+    # While an update runs, its parameters are still pending, for other threads; the update itself uses them without
+    # __torch_function__. The copies and pickles that it makes must be of plain parameters.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        _resolve(self)
+        resolve(self)
         with no_torch_function():
             return nn.Parameter.__deepcopy__(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        _resolve(self)
+        resolve(self)
         if type(self) is nn.Parameter:
             return self.__reduce_ex__(protocol)
         with no_torch_function():
             return nn.Parameter(alias_of(self), self.requires_grad).__reduce_ex__(protocol)
 
 
-def _resolve(param: nn.Parameter) -> None:
-    resolve: Callable[[nn.Parameter], None] | None = param.__dict__.get(_RESOLVE)
-    if resolve is not None:  # or another thread has restored the parameter since its class was looked at
-        resolve(param)
+def resolve(param: nn.Parameter) -> None:
+    """Apply a parameter's pending update, if it has one."""
+    owner: Callable[[nn.Parameter], None] | None = param.__dict__.get(_RESOLVE)
+    if owner is not None:  # None if another thread has restored the parameter since its class was read
+        owner(param)
 
 
 _GRAD: Any = torch.Tensor.grad
 
 
 def accumulated(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient that a backward has left in a parameter, pending or not."""
+    """Return the tensor's own gradient, which a backward accumulates, of a parameter that may be pending."""
     with no_torch_function():
         found: torch.Tensor | None = _GRAD.__get__(param)
     return found
 
 
 def accumulate(param: nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """Leave a gradient in a parameter as a backward does, pending or not."""
+    """Set the tensor's own gradient, as a backward does, of a parameter that may be pending."""
     with no_torch_function():
         _GRAD.__set__(param, gradient)
 
@@ -125,10 +125,10 @@ def make_pending(param: nn.Parameter, resolve: Callable[[nn.Parameter], None], s
     """Make a parameter pending.
 
     Args:
-        param: The parameter, of class ``nn.Parameter``, or already pending.
+        param: The parameter, of class ``nn.Parameter`` or already pending.
         resolve: Called with the parameter before it is used; must update it and call :func:`restore`,
-            unless the update is under way.
-        shown: What ``.grad`` is meanwhile. What a backward accumulates is kept apart from it.
+            unless the update is running.
+        shown: The value of ``.grad`` meanwhile. Gradients that a backward accumulates are kept apart from it.
     """
     accumulate(param, None)
     param.__dict__[_RESOLVE] = resolve
@@ -137,20 +137,20 @@ def make_pending(param: nn.Parameter, resolve: Callable[[nn.Parameter], None], s
 
 
 def shown_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """Return the gradient that a pending parameter shows; None if it has been cleared."""
+    """Return ``.grad`` of a pending parameter; None if it has been cleared."""
     shown: torch.Tensor | None = param.__dict__.get(_SHOWN)
     return shown
 
 
 def show(param: nn.Parameter, shown: torch.Tensor | None) -> None:
-    """Let a pending parameter show another gradient."""
+    """Set ``.grad`` of a pending parameter."""
     param.__dict__[_SHOWN] = shown
 
 
 def restore(param: nn.Parameter) -> None:
-    """Make a pending parameter an ordinary one, with the gradient that it shows.
+    """Make a pending parameter a plain one with the gradient that it shows.
 
-    What a backward has accumulated meanwhile is added, as it would have been.
+    Gradients that a backward has accumulated meanwhile are added, as they would have been in stock order.
     """
     shown = shown_gradient(param)
     if shown is not None:

@@ -9,10 +9,10 @@ from typing import Any
 
 
 class PendingState(defaultdict[Any, Any]):
-    """Stand-in for ``optimizer.state``: reading or writing it applies pending updates first.
+    """A stand-in for ``optimizer.state`` that applies pending updates before it is read or written.
 
-    A defaultdict by type, as the state of every torch optimizer is, because loops and libraries
-    check for that; itself it stays empty.
+    A defaultdict by type, like the state of every torch optimizer, since loops and libraries check the type. It stays
+    empty itself.
 
     Args:
         settle: Applies what is pending and returns the optimizer's own state.

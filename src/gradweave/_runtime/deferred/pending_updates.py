@@ -1,10 +1,12 @@
-"""Updates that are decided and not done yet: applied, or waited for, at the first use of what they write."""
+"""Pending updates: run, or waited for, at the first use of what they write."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from threading import RLock
 from typing import Any
@@ -14,20 +16,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.dynamo import not_compiling
-from gradweave._compat.eager import (
+from gradweave._compat.functions import (
     in_function_transform,
     is_being_traced,
     no_torch_function,
     not_traced,
     other_function_modes,
     outside_function_transforms,
-    set_version,
-    version_of,
     without_dispatch_modes,
     without_new_function_modes,
 )
+from gradweave._compat.tensors import set_version, version_of
 from gradweave._runtime.buckets import Bucket, mark_written
-from gradweave._runtime.deferred.late import settled
+from gradweave._runtime.deferred.late import LateGradient, settled
 from gradweave._runtime.deferred.pending_gradient import PendingGradient, make_gradient_plain
 from gradweave._runtime.deferred.pending_parameter import (
     PendingParameter,
@@ -40,22 +41,62 @@ from gradweave._runtime.deferred.pending_parameter import (
 )
 from gradweave._runtime.deferred.pending_state import PendingState
 from gradweave._runtime.deferred.training_thread import TrainingThread
-from gradweave._runtime.deferred.update import Update, await_late
-from gradweave._runtime.optimizer_steps.partial import PartialStepper, no_autocast, step_of, with_default_type
+from gradweave._runtime.optimizer_steps.partial import PartialStepper, no_autocast, with_default_type
+from gradweave._runtime.optimizer_steps.snapshot import PreparedStep, StepSnapshot, capture_step
 from gradweave.errors import GradweaveError
 
 
-class UpdateRules:
-    """What a technique decides for its deferred updates; these are the defaults.
+class Progress(Enum):
+    """Progress of a pending update.
+
+    An update is handed over as WAITING or, on CUDA, as LAUNCHED. Its first use turns WAITING into RUNNING. A LAUNCHED
+    update, and a RUNNING one that is over, are no longer pending afterwards. A RUNNING one that fails before it has
+    written anything is WAITING again.
+    """
+
+    WAITING = "not begun: runs at the first use of what it writes"
+    LAUNCHED = "on a second stream: the first use waits for its event"
+    RUNNING = "running at the first use, in one thread"
+
+
+@dataclass
+class Update:
+    """An update that step() has decided and that is not visible yet.
 
     Attributes:
-        name: The technique, for messages.
+        bucket: The parameters.
+        grads: Their gradients, kept until the update is visible.
+        progress: Progress of the update.
+        step: Settings captured at step(); None if the update has read them already, and they cannot change meanwhile.
+        event: End of a launched update on its stream.
+        stream: Stream that was current at step(), on which gradients were made and may be freed.
+        late: Gradients that were not finished at step().
+        shown: Values of ``.grad`` while the update is pending.
+    """
+
+    bucket: Bucket
+    grads: list[torch.Tensor]
+    progress: Progress = Progress.WAITING
+    step: StepSnapshot | PreparedStep | None = None
+    event: torch.cuda.Event | None = None
+    stream: torch.cuda.Stream | None = None
+    late: list[LateGradient] = field(default_factory=list)
+    shown: list[torch.Tensor] = field(default_factory=list)
+
+
+class UpdateRules:
+    """Decisions of a technique about its deferred updates; these are the defaults.
+
+    Attributes:
+        name: Name of the technique, for messages.
+        compile_remedy: How to train a compiled model instead, for a message.
     """
 
     name = "gradweave"
+    compile_remedy = "detach() first"
 
     def buckets(self, used: Sequence[nn.Parameter]) -> list[Bucket]:
-        """Return the buckets, once a step in stock order has made the optimizer's state.
+        """Return the buckets, after a step in stock order has created the optimizer's state.
 
         Args:
             used: All parameters of the optimizer, and others, in the order in which a forward has used them; one may
@@ -64,22 +105,22 @@ class UpdateRules:
         raise NotImplementedError
 
     def may_hold(self, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient stays what it is until the update, unless it is changed through Python."""
+        """Return whether a gradient can change before its update only through Python."""
         raise NotImplementedError
 
     def stand_in(self, gradient: torch.Tensor, resolve: Callable[[], None]) -> torch.Tensor:
-        """Return what ``.grad`` is while the update with it is pending; using that must call ``resolve`` first."""
+        """Return the value of ``.grad`` while the update is pending; its use must call ``resolve`` first."""
         raise NotImplementedError
 
     def before_update(self, update: Update) -> None:
-        """Wait for what an update reads."""
+        """Wait for the gradients of an update."""
 
     def due(self, update: Update, pending: Sequence[Update]) -> Iterable[Update]:  # noqa: ARG002
-        """Yield the updates to be made visible now, one of them being asked for; each is, before the next is taken.
+        """Yield the updates to make visible now; each is made visible before the next is taken.
 
         Args:
-            update: The update that is asked for; must be yielded last.
-            pending: All that are pending.
+            update: The update that is needed now; must be yielded last.
+            pending: All pending updates.
         """
         return (update,)
 
@@ -89,21 +130,22 @@ class UpdateRules:
 
 
 class PendingUpdates:
-    """The updates that are pending, and the parameters, gradients and state that stand in meanwhile.
+    """Pending updates, and the stand-ins for their parameters, gradients and optimizer state.
 
-    On CUDA updates are launched on a second stream when they are handed over; the first use of one makes the stream
-    that uses it wait for its event. On the CPU an update runs at its first use.
+    On CUDA updates are launched on a second stream when they are handed over, and the first use makes its stream wait
+    for the update's event. On the CPU an update runs at the first use. See :class:`Progress`.
 
-    Any thread may use a parameter: one at a time brings it up to date.
+    Any thread may use a parameter. One lock lets one thread at a time make updates visible; it is reentrant, since an
+    update's own code uses parameters and state.
 
     Args:
-        optimizer: The optimizer whose own code makes the updates.
-        rules: What the technique decides.
-        traced: Called after a parameter was resolved while the code that uses it is traced.
+        optimizer: The optimizer whose code runs the updates.
+        rules: Decisions of the technique.
+        traced: Called after a parameter was resolved in code that is being traced.
 
     Attributes:
         number_of: Number of each parameter's bucket, by the parameter's id.
-        plain_state: Whether the optimizer's state has no tensors of a class of their own.
+        plain_state: Whether the optimizer's state has no tensors of subclasses.
         in_graph: Whether a CUDA graph of several steps is being captured, in which updates may be pending.
     """
 
@@ -130,7 +172,7 @@ class PendingUpdates:
 
     @property
     def runs_beside(self) -> bool:
-        """Whether updates were launched on a second stream."""
+        """Whether updates have been launched on a second stream."""
         return bool(self._sides)
 
     def record(self, recorder: Callable[[int], AbstractContextManager[None]] | None) -> None:
@@ -138,14 +180,18 @@ class PendingUpdates:
         self._stepper.recorder = recorder
 
     def flush(self) -> None:
-        """Applies everything that is pending, or waits for it."""
+        """Make every pending update visible; do nothing inside an update that is running."""
         if self._pending:
             with self._only_one():
-                while self._pending and not any(update.is_running for update in self._pending.values()):
+                while self._pending and not self._is_running:
                     self._resolve(next(iter(self._pending.values())))
 
+    @property
+    def _is_running(self) -> bool:
+        return any(update.progress is Progress.RUNNING for update in self._pending.values())
+
     def discard(self) -> None:
-        """Forget what is pending: weights stay as they are, and the optimizer's state; gradients are gone."""
+        """Drop pending updates with their gradients; weights and the optimizer's state stay as they are."""
         for update in self._pending.values():
             for p in update.bucket.params:
                 show(p, None)
@@ -156,7 +202,7 @@ class PendingUpdates:
             self.optimizer.state, self._state = self._state, None
 
     def hand_over(self, updates: list[Update]) -> None:
-        """Take updates over: parameters and gradients are pending from now on."""
+        """Make updates pending, with their parameters and gradients."""
         with self._only_one():
             self._hand_over(updates)
 
@@ -165,10 +211,11 @@ class PendingUpdates:
         self._function_modes = other_function_modes()
         self._default_type = torch.get_default_dtype()
         self._launch(updates)
-        # A graph from before the step must not be run backward with what it has kept of the weights.
+        # A backward of a graph from before the step must raise, as it would after a stock step: it needs old weights.
         mark_written([p for update in updates for p in update.bucket.params])
         for update in updates:
-            # Kept by the stand-ins alone: the update would be in a cycle with it, and its gradients live on after it.
+            # Only the stand-ins refer to it: as an attribute of the update it would form a cycle, which would keep the
+            # gradients alive until garbage collection.
             resolve = partial(self._resolve_update, update)
             for p, grad in zip(update.bucket.params, update.grads, strict=True):
                 make_pending(p, self._resolve_on_use, self._show(update, grad, resolve))
@@ -176,56 +223,61 @@ class PendingUpdates:
         self._state, self.optimizer.state = self.optimizer.state, PendingState(self._settle_state)
 
     def _show(self, update: Update, grad: torch.Tensor, resolve: Callable[[], None]) -> torch.Tensor:
-        """Return what is seen of a gradient while the update with it is pending: using it, the update is done first."""
+        """Return the value of ``.grad`` while an update is pending."""
         shown = self._rules.stand_in(grad, resolve)
         update.shown.append(shown)
         return shown
 
-    def _show_themselves(self, update: Update) -> list[torch.Tensor]:
-        """Gradients are themselves again, also for those who have kept them; returns them."""
-        themselves: list[torch.Tensor] = []
+    def _plain_gradients(self, update: Update) -> list[torch.Tensor]:
+        """Make an update's gradients plain again, for every reference to them, and return them."""
+        plain: list[torch.Tensor] = []
         for grad, shown in zip(update.grads, update.shown, strict=True):
             if type(shown) is PendingGradient:
                 make_gradient_plain(shown)
-                themselves.append(shown)
+                plain.append(shown)
             else:
-                themselves.append(settled(grad))
+                plain.append(settled(grad))
         update.shown = []
-        return themselves
+        return plain
 
     def _launch(self, updates: list[Update]) -> None:
-        """Starts the updates of CUDA parameters on the second stream, in the order of use.
+        """Launch the updates of CUDA parameters on the second stream, in the order of use.
 
-        Those of the CPU are kept until their first use. Both see hyperparameters and a scaler's verdict as
-        they are now: the main stream may write to those that are tensors while the second stream has yet to read them.
+        Those of CPU parameters wait for their first use. Both read hyperparameters and a scaler's verdict as they are
+        now: of those that are tensors the second stream reads a copy, since the main stream may write to the originals
+        before the second stream reads them.
         """
-        now = step_of(self.optimizer)
+        step = capture_step(self.optimizer)
         if all(update.bucket.params[0].device.type == "cpu" for update in updates):
             for update in updates:
-                update.frozen = now
+                update.step = step
             return
-        frozen = now if now.has_tensors else None
+        step_if_needed = step if step.may_change else None
         waited = set()
         for update in updates:
             device = update.bucket.params[0].device
             if device.type != "cuda":
-                update.frozen = now
+                update.step = step
                 continue
-            update.frozen = frozen
+            update.step = step_if_needed
             side = self._sides.get(device)
             if side is None:
                 side = self._sides[device] = torch.cuda.Stream(device)
             current = torch.cuda.current_stream(device)
             if device not in waited:
+                # Gradients, clipping and the captured settings are still being computed on the current stream.
                 side.wait_stream(current)
                 waited.add(device)
             with torch.cuda.stream(side):
-                await_late(update)
+                _await_late(update)
                 self._apply(update)
                 update.event = side.record_event()
+            update.progress = Progress.LAUNCHED
+            # Memory of gradients goes back to this stream's pool: it must wait for the event before they are freed.
             update.stream = current
 
     def _apply(self, update: Update) -> None:
+        """Run an update as step() would have run it, whatever modes surround its first use."""
         self._rules.before_update(update)
         with (
             torch.inference_mode(False),
@@ -236,65 +288,65 @@ class PendingUpdates:
             with_default_type(self._default_type),
             not_compiling(),
         ):
-            self._stepper.step_bucket(update.bucket, update.frozen, self._state)
+            self._stepper.step_bucket(update.bucket, update.step, self._state)
             mark_written(update.bucket.params)
 
     def _only_one(self) -> AbstractContextManager[Any]:
-        """What lets one thread at a time bring parameters up to date.
+        """Return the lock under which updates become visible.
 
-        A forked process starts with the lock as it was, held perhaps by a thread that it does not have.
+        A forked process inherits the lock as it was, perhaps held by a thread that it does not have: it gets a new one.
         """
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), RLock()
             self._training_thread.after_fork()
             for update in self._pending.values():
-                update.is_running = False
-        # The thread that has the lock waits for one that works in its place.
-        return nullcontext() if self._training_thread.is_in_its_place else self._lock
+                if update.progress is Progress.RUNNING:
+                    update.progress = Progress.WAITING
+        # The thread that has the lock waits for its substitute, which must not wait for the lock.
+        return nullcontext() if self._training_thread.is_substitute else self._lock
 
     def resolve(self, p: nn.Parameter) -> None:
-        """Bring a parameter up to date if its update is pending."""
+        """Make a parameter's pending update visible, if it has one that is not running."""
         with self._only_one():
             update = self._pending.get(self.number_of.get(id(p), -1))
-            if update is not None and type(p) is PendingParameter and not update.is_running:
+            if update is not None and type(p) is PendingParameter and update.progress is not Progress.RUNNING:
                 self._resolve(update)
-                if is_being_traced():  # perhaps of a part of the model only, which is not entered
+                if is_being_traced():  # of a part of the model, perhaps, so that the model's own hook did not run
                     self._traced()
 
     def _resolve_update(self, update: Update) -> None:
         with self._only_one():
-            if self._pending.get(update.bucket.number) is update and not update.is_running:
+            if self._pending.get(update.bucket.number) is update and update.progress is not Progress.RUNNING:
                 self._resolve(update)
 
     def _settle_state(self) -> Any:
-        """Applies everything that is pending; returns the optimizer's own state.
+        """Make all pending updates visible, and return the optimizer's own state.
 
-        An update that is under way may ask too: it gets the state as it is.
+        An update that is running gets the state as it is.
         """
         with self._only_one():
-            if not any(update.is_running for update in self._pending.values()):
-                self.flush()
+            self.flush()
             return self.optimizer.state if self._state is None else self._state
 
     def _resolve(self, update: Update) -> None:
-        """Makes an update visible: runs it now, or makes the current stream wait for it."""
+        """Make an update visible, outside of transforms and traces of the code that uses it."""
         if in_function_transform():
             with outside_function_transforms():
                 return self._resolve(update)
         try:
             with not_traced():
-                self._see_to(update)
+                self._make_visible_in_its_thread(update)
         finally:
             if not self._pending and self._state is not None:
                 state, self._state = self._state, None
-                if type(self.optimizer.state) is PendingState:  # or the loop has put another one in its place
+                if type(self.optimizer.state) is PendingState:  # not if the loop has assigned another state
                     self.optimizer.state = state
 
-    def _see_to(self, update: Update) -> None:
-        if update.event is None:
+    def _make_visible_in_its_thread(self, update: Update) -> None:
+        if update.progress is Progress.LAUNCHED:
+            self._make_visible(update)  # here: current streams are each thread's own, and this thread's must wait
+        else:
             self._training_thread.run(partial(self._make_visible, update))
-        else:  # which the streams of this thread are to wait for
-            self._make_visible(update)
 
     def _make_visible(self, update: Update) -> None:
         for due in self._rules.due(update, list(self._pending.values())):
@@ -302,8 +354,10 @@ class PendingUpdates:
                 self._make_one_visible(due)
 
     def _make_one_visible(self, update: Update) -> None:
+        """Wait for an update, or run it."""
         params = update.bucket.params
         if update.event is not None:
+            # The update was launched outside of the capture, and a captured stream cannot wait for it.
             if capturing() and not self.in_graph:
                 raise GradweaveError("a CUDA graph is being captured with updates pending: call fusion.flush() before")
             current = torch.cuda.current_stream(params[0].device)
@@ -312,50 +366,51 @@ class PendingUpdates:
                 update.stream.wait_event(update.event)
         for late in update.late:
             late.source.done(update.event)
-        self._update_and_end(update, self._show_themselves(update))
+        self._run_and_end(update, self._plain_gradients(update))
 
-    def _update_and_end(self, update: Update, grads: list[torch.Tensor]) -> None:
-        """Updates, if that is yet to be done; then parameters and their ``.grad`` are as a stock step leaves them.
+    def _run_and_end(self, update: Update, grads: list[torch.Tensor]) -> None:
+        """Run an update that waits; then leave parameters and their ``.grad`` as a stock step does.
 
-        An update that fails is still pending if nothing of it has been done, and else over: it is never done twice.
+        An update that fails is pending again if it has written nothing, and over otherwise: no update runs twice.
         """
         params = update.bucket.params
         cleared = [shown_gradient(p) is None for p in params]
         since = [accumulated(p) for p in params]
         for p, grad in zip(params, grads, strict=True):
             show(p, grad)
-        if update.event is None:
-            written = self._versions(params)
-            update.is_running = True
+        if update.progress is Progress.WAITING:
+            versions = self._versions(params)
+            update.progress = Progress.RUNNING
             try:
-                self._apply_to(update, grads)
+                self._apply_with(update, grads)
             except BaseException:
-                if self._versions(params) == written:
+                if self._versions(params) == versions:
                     self._make_pending_again(update, grads, cleared, since)
                     raise
                 self._end(update, cleared, since)
                 raise
             finally:
-                update.is_running = False
-            # A graph that has kept a weight since the step, unread, has kept what the update makes of it.
-            set_version(list(params), written[: len(params)])
+                update.progress = Progress.WAITING
+            # Versions were incremented when the update was handed over. A graph that has saved a weight since then,
+            # without reading it, has saved the updated weight: the update itself must not count as another write.
+            set_version(list(params), versions[: len(params)])
         self._end(update, cleared, since)
 
-    def _apply_to(self, update: Update, grads: list[torch.Tensor]) -> None:
-        """Updates late, with the gradients back in place."""
+    def _apply_with(self, update: Update, grads: list[torch.Tensor]) -> None:
+        """Run an update with its gradients in ``.grad``."""
         params = update.bucket.params
         if self.plain_state and params[0].device.type == "cpu":
-            # Other threads are to find the parameters pending until they are updated.
+            # Other threads must find the parameters pending until the update is done, so their class stays.
             with no_torch_function():
                 self._apply(update)
-        else:  # what asks for the classes of parameters, or has tensors of a class of its own in its state
+        else:  # code of other devices may ask for the class, and tensor subclasses need __torch_function__
             for p, grad in zip(params, grads, strict=True):
                 p.__class__ = nn.Parameter
                 p.grad = grad
             self._apply(update)
 
     def _end(self, update: Update, cleared: list[bool], since: list[torch.Tensor | None]) -> None:
-        """An update is over, and what happened to gradients while it was pending holds."""
+        """Restore an update's parameters, with what happened to their gradients while it was pending."""
         self._pending.pop(update.bucket.number, None)
         for p, is_cleared, added in zip(update.bucket.params, cleared, since, strict=True):
             if type(p) is nn.Parameter:
@@ -377,14 +432,22 @@ class PendingUpdates:
             accumulate(p, added)
 
     def _versions(self, params: Iterable[nn.Parameter]) -> list[int]:
-        """How often parameters and their state have been written: tells whether an update has begun."""
+        """Return the versions of parameters and their state, which tell whether an update has written any of them."""
         with no_torch_function():
-            written = [version_of(p) for p in params]
-            of_all = self.optimizer.state if self._state is None else self._state
-            states = [state for p in params if isinstance(state := of_all.get(p), dict)]
+            versions = [version_of(p) for p in params]
+            own_state = self.optimizer.state if self._state is None else self._state
+            states = [state for p in params if isinstance(state := own_state.get(p), dict)]
             for state in states:
-                written += [version_of(value) for value in state.values() if isinstance(value, torch.Tensor)]
-        return written
+                versions += [version_of(value) for value in state.values() if isinstance(value, torch.Tensor)]
+        return versions
+
+
+def _await_late(update: Update) -> None:
+    """Make the current stream, and no other, wait for gradients that are still being computed."""
+    for position, (p, grad) in enumerate(zip(update.bucket.params, update.grads, strict=True)):
+        if type(grad) is LateGradient:
+            update.late.append(grad)
+            p.grad = update.grads[position] = grad.source.ready()
 
 
 def capturing() -> bool:

@@ -1,4 +1,4 @@
-"""Updates that another thread needs than the one that trains."""
+"""Updates that are needed in another thread than the training thread."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ import torch
 
 
 class TrainingThread:
-    """Has updates computed as the thread that called ``step()`` would compute them, whichever thread needs them.
+    """Runs updates as the thread that called ``step()`` would run them, whichever thread needs them.
 
-    How many threads share a matrix product, on which its last bits depend, is kept by each thread, and set when torch
-    does something large there for the first time. So a thread that evaluates must not do an update itself: what it
-    computes from then on could differ from what it would have been, and the update from that of the training thread.
+    Each thread has its own number of threads that share an operation, on which the last bits of matrix products
+    depend; it is set when torch first runs a large operation there. So a thread that evaluates must not run an update:
+    the update could differ from the training thread's, and so could the results of that thread from then on.
     """
 
     def __init__(self) -> None:
-        self._trains: threading.Thread | None = None
-        self._in_its_place = 0
+        self._trainer: threading.Thread | None = None
+        self._substitute = 0
 
     def note(self) -> None:
-        """The current thread is the one that trains."""
-        self._trains = threading.current_thread()
+        """Record the current thread as the training thread."""
+        self._trainer = threading.current_thread()
 
     def after_fork(self) -> None:
-        """A forked process has no thread but the one that forked."""
-        self._in_its_place = 0
+        """Forget the substitute: a forked process has only the thread that forked."""
+        self._substitute = 0
 
     @property
-    def is_in_its_place(self) -> bool:
-        """Whether the current thread works for one that waits for it."""
-        return self._in_its_place == threading.get_ident()
+    def is_substitute(self) -> bool:
+        """Whether the current thread runs work for another one that waits for it."""
+        return self._substitute == threading.get_ident()
 
     def run(self, work: Callable[[], None]) -> None:
-        """Works in the training thread, or in a new thread in its place; one caller at a time."""
-        if self.is_in_its_place or threading.current_thread() is self._trains:
+        """Run work here if this is the training thread, or else in a new thread; one caller at a time."""
+        if self.is_substitute or threading.current_thread() is self._trainer:
             work()
             return
         raised: list[BaseException] = []
 
-        def work_in_its_place() -> None:
-            self._in_its_place = threading.get_ident()
+        def work_as_substitute() -> None:
+            self._substitute = threading.get_ident()
             try:
-                torch.get_num_threads()  # takes on what set_num_threads() has been given, wherever that was
+                torch.get_num_threads()  # initialises this thread's number from set_num_threads(), called anywhere
                 work()
-            except BaseException as error:  # for the caller
+            except BaseException as error:  # raised again in the caller
                 raised.append(error)
             finally:
-                self._in_its_place = 0
+                self._substitute = 0
 
-        substitute = threading.Thread(target=work_in_its_place, name="gradweave update", daemon=True)
+        substitute = threading.Thread(target=work_as_substitute, name="gradweave update", daemon=True)
         substitute.start()
         try:
             substitute.join()
-        except BaseException:  # an interrupt: the update is not to go on behind the caller's back
+        except BaseException:  # an interrupt must not leave the update running
             substitute.join()
             raise
         if raised:

@@ -1,4 +1,4 @@
-"""Those that read weights or gradients without asking Python: for them nothing may be pending."""
+"""Readers of weights that no Python code notices: what they may read must not be pending."""
 
 from __future__ import annotations
 
@@ -9,36 +9,37 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave._compat.eager import is_compiled, is_compiled_outside, is_sole_user
+from gradweave._compat.modules import is_compiled, is_compiled_outside
+from gradweave._compat.tensors import is_sole_user
 
-COMPILED = (
-    "the model is compiled by now, and a compiled model does not ask for its weights one by one; call torch.compile() "
-    "first, and give fuse() what it returns"
-)
-TRACED = "the model is traced, and what is made of it reads weights without asking"
+COMPILED = "the model was compiled in the meantime, and reads its weights where no update can come first"
+TRACED = "the model is traced, and the traced copy reads weights where no update can come first"
 
 
 def why_never(model: nn.Module) -> str:
-    """Why no update of a model may ever be pending; empty if they may."""
+    """Return why no update of a model may ever be pending; empty if updates may be."""
     for name, module in model.named_modules():
         subject = f"the model's {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
-            return f"{subject} is a ScriptModule, which reads its weights without asking"
+            return f"{subject} is a ScriptModule, which reads its weights where no update can come first"
         if is_compiled(module) and not is_compiled_outside(module):
-            return f"{subject} is compiled in place; torch.compile(model) leaves a place to ask, model.compile() none"
+            return (
+                f"{subject} is compiled in place; hooks run outside of torch.compile(model), but not outside of "
+                "model.compile()"
+            )
     return ""
 
 
-def outside_of_compiled(model: nn.Module) -> Iterable[nn.Module]:
-    """The modules of a model without those that run inside of a compiled one, whose hooks would be compiled too."""
+def modules_outside_compiled(model: nn.Module) -> Iterable[nn.Module]:
+    """Yield the modules of a model, except those inside a compiled one, whose hooks would be compiled too."""
     yield model
     if not is_compiled(model):
         for child in model.children():
-            yield from outside_of_compiled(child)
+            yield from modules_outside_compiled(child)
 
 
-def weights_looked_at(module: nn.Module) -> list[nn.Parameter]:
-    """The weights of whose class one of torch's modules makes its way dependent, such as a fast one in evaluation."""
+def weights_read_by_class(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights whose class decides how one of torch's modules computes, as on a fast path in evaluation."""
     if isinstance(module, nn.TransformerEncoder):
         return list(module.layers[0].parameters()) if len(module.layers) else []
     if isinstance(module, (nn.TransformerEncoderLayer, nn.MultiheadAttention)):
@@ -47,7 +48,7 @@ def weights_looked_at(module: nn.Module) -> list[nn.Parameter]:
 
 
 class Ownership:
-    """Tells whether nothing but a parameter, and its optimizer, refers to what an update writes."""
+    """Finds out whether other objects refer to the memory that an update writes."""
 
     def __init__(self) -> None:
         self._not_shared: dict[int, int] = {}
@@ -56,22 +57,22 @@ class Ownership:
         self._references = self._most_references({stand_in: {"": torch.empty(1)}}, stand_in)
 
     def forget(self) -> None:
-        """Looks at all parameters again."""
+        """Forget what is known of parameters."""
         self._not_shared = {}
 
     def is_sole(self, p: nn.Parameter, state: Mapping[Any, Any]) -> bool:
-        """Whether no other tensor, array or process can see what is written to a parameter and its state."""
+        """Return whether no other tensor, array or process refers to the memory of a parameter and its state."""
         if not is_sole_user(p):
             return False
         address = p.data_ptr()
-        if self._not_shared.get(id(p)) != address:  # to ask torch takes ten times as long
+        if self._not_shared.get(id(p)) != address:  # is_shared() takes ten times as long
             if p.device.type == "cpu" and p.is_shared():
                 return False
             self._not_shared[id(p)] = address
         return self._most_references(state, p) <= self._references
 
     def _most_references(self, state: Mapping[Any, Any], p: nn.Parameter) -> int:
-        """How many refer to that tensor of a parameter's state, or to the dictionary, to which most do."""
+        """Return the greatest number of references to a parameter's state or to a tensor in it."""
         own = state.get(p)
         if not isinstance(own, dict):
             return 0

@@ -1,1 +1,1 @@
-"""Optimizers' own steps: run in parts, run later, and preceded or followed by something else."""
+"""Optimizers' own steps: hooks around them, steps in parts, and checks that parts give the same result."""

@@ -1,4 +1,4 @@
-"""What an optimizer's code reaches besides its arguments, read from the code before any of it has run."""
+"""Global state that an optimizer's code can reach, read from the code before any of it runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from gradweave._runtime.optimizer_steps.partial import cannot_change, class_numbers, is_data
+from gradweave._runtime.optimizer_steps.snapshot import class_data, is_data, is_immutable
 
 _TRUSTED = frozenset(
     (
@@ -19,40 +19,40 @@ _TRUSTED = frozenset(
         "warnings",
     )
 )  # fmt: skip
-"""Libraries whose functions keep nothing that an update could depend on."""
+"""Libraries whose functions keep no state that an update could depend on."""
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(...))
 
 
 def find_reach(optimizer: Optimizer) -> str:
-    """Say what an optimizer's code uses that a loop may change, or that trial steps would change; empty if nothing.
+    """Return what an optimizer's code uses that a loop may change, or that trial steps would change; empty if nothing.
 
-    A step that reads a global number may find another one when its updates are put off, and one that draws from a
-    generator of its own, or counts in a global, would do so in every trial and once for each part. What cannot be
-    told counts as such.
+    A step that reads a global number may find another one when its updates are deferred, and a step that draws from its
+    own generator, or counts in a global, would do so in every trial and once for each part. Code that cannot be
+    analysed counts as such.
     """
     return next(_faults(optimizer), "")
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's step is the one that torch has given its class."""
+    """Return whether an optimizer's step is the one of torch's own class."""
     wrappings = [_home_of(function) for function in _unwrapped(type(optimizer).step)]
     return all(module.startswith("torch.optim.") for module in (type(optimizer).__module__, *wrappings))
 
 
 def _faults(optimizer: Optimizer) -> Iterator[str]:
     seen: set[int] = set()
-    for function in _unwrapped(type(optimizer).step):  # which may have been put into a class of torch
+    for function in _unwrapped(type(optimizer).step):  # patched into a class of torch, perhaps
         yield from _faults_of_function(function, seen)
     for owner in type(optimizer).__mro__:
         if not is_trusted(owner.__module__):
             yield from _faults_of_class(owner, f"the class attribute {owner.__name__}.", seen)
-            yield from _reads_past_the_instance(owner, class_numbers(optimizer).keys())
+            yield from _reads_past_the_instance(owner, class_data(optimizer).keys())
 
 
 def _reads_past_the_instance(owner: type, names: Iterable[str]) -> Iterator[str]:
-    """Reads of the class's numbers as ``type(self).name`` or ``Class.name``; ``self.name`` can be frozen for an update.
+    """Yield reads of the class's data as ``type(self).name`` or ``Class.name``.
 
-    A name in capitals is a constant.
+    Only ``self.name`` finds the snapshot that a deferred update is given. A name in capitals counts as a constant.
     """
     changing = {name for name in names if not name.isupper()}
     for value in vars(owner).values():
@@ -69,14 +69,14 @@ def _reads_past_the_instance(owner: type, names: Iterable[str]) -> Iterator[str]
                         and not _loads(before, me)
                     ):
                         yield (
-                            f"reads its class attribute {step.argval!r}, not through self, which may be another one "
-                            "when updates are put off (keep it in a group)"
+                            f"reads its class attribute {step.argval!r} other than through self, and it may have "
+                            "changed when updates are deferred (keep it in a group)"
                         )
                     before = before if step.opname == "COPY" else step
 
 
 def _loads(step: Any, names: tuple[str, ...]) -> bool:
-    """Whether an instruction's last effect is to load one of some local variables."""
+    """Return whether the last thing an instruction loads is one of the named local variables."""
     if step is None or not step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
         return False
     return (step.argval[-1] if isinstance(step.argval, tuple) else step.argval) in names
@@ -108,14 +108,14 @@ def _faults_of_function(function: Any, seen: set[int]) -> Iterator[str]:
     for code in nested_code(function.__code__):
         for name in _globals_of(code):
             if name in function.__globals__:
-                # A name in capitals is a constant, by the convention of the language.
+                # By convention a name in capitals is a constant.
                 value = function.__globals__[name]
                 yield from _faults_of_value(f"the global {name!r}", value, seen, is_constant=name.isupper())
             elif name in _REACHES_ANYTHING:
-                yield f"calls {name}() in its code, and so may use anything"
+                yield f"calls {name}() in its code, which may use anything"
         for module in _imported_in(code):
             if not is_trusted(module):
-                yield f"imports {module} in its code, of which it cannot be told what a loop changes in it"
+                yield f"imports {module} in its code, whose state a loop may change unnoticed"
 
 
 def _faults_of_value(place: str, value: Any, seen: set[int], *, is_constant: bool = False) -> Iterator[str]:
@@ -134,19 +134,19 @@ def _faults_of_value(place: str, value: Any, seen: set[int], *, is_constant: boo
     elif _is_code(value):
         for function in _functions_of(value):
             yield from _faults_of_function(function, seen)
-    elif not (isinstance(value, _NUMBERS) and is_constant) and not cannot_change(value):
+    elif not (isinstance(value, _NUMBERS) and is_constant) and not is_immutable(value):
         yield _uses(place, value)
 
 
 def _uses(place: str, value: Any) -> str:
     return (
-        f"uses {place} ({type(value).__name__}) in its code, which may be another one when updates are put off, or is "
-        "changed by running the code once more (keep it in a group, or in state[p])"
+        f"uses {place} ({type(value).__name__}) in its code, which may have changed when updates are deferred, or "
+        "changes each time the code runs (keep it in a group, or in state[p])"
     )
 
 
 def _functions_of(value: Any) -> Iterable[Any]:
-    """The functions behind an attribute: of a property, a static or class method, or a function itself."""
+    """Return the functions of an attribute: a property's, a static or class method's, or the attribute itself."""
     if isinstance(value, property):
         return [function for function in (value.fget, value.fset, value.fdel) if function is not None]
     if isinstance(value, (staticmethod, classmethod)):
@@ -155,36 +155,36 @@ def _functions_of(value: Any) -> Iterable[Any]:
 
 
 def _is_code(value: Any) -> bool:
-    """Whether a value is a function of some kind, or belongs to a library that is trusted."""
+    """Return whether a value is some kind of function, or part of a trusted library."""
     if isinstance(value, (property, staticmethod, classmethod, FunctionType, BuiltinFunctionType)):
         return True
     if callable(value) and isinstance(unwrap(value), FunctionType):
         return True
     kind = type(value)
-    return (is_trusted(kind.__module__) and callable(value)) or kind.__module__ == "typing" or cannot_change(value)
+    return (is_trusted(kind.__module__) and callable(value)) or kind.__module__ == "typing" or is_immutable(value)
 
 
 def _unwrapped(function: Any) -> Iterator[Any]:
-    """A function, and those that it has been wrapped around."""
+    """Yield a function and, from the outside in, the functions that it wraps."""
     yield function
     while (function := getattr(function, "__wrapped__", None)) is not None:
         yield function
 
 
 def _home_of(function: Any) -> str:
-    """The module that a function has been written in, whatever wrapping it has made it look like."""
+    """Return the module in which a function was written; ``functools.wraps`` overwrites ``__module__``."""
     if isinstance(function, FunctionType):
         return str(function.__globals__.get("__name__", ""))
     return str(getattr(function, "__module__", ""))
 
 
 def is_trusted(module: str | None) -> bool:
-    """Whether a module's functions keep nothing, and ask tensors for their class."""
+    """Return whether a module's functions keep no state, and dispatch on the class of tensors."""
     return (module or "").partition(".")[0] in _TRUSTED
 
 
 def nested_code(code: CodeType) -> Iterator[CodeType]:
-    """A function's code, and that of the functions inside of it."""
+    """Yield a function's code and that of the functions defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -201,7 +201,7 @@ def _imported_in(code: CodeType) -> set[str]:
 
 
 def content_of(cell: Any) -> Any:
-    """What a variable of a surrounding function holds; None if nothing yet."""
+    """Return the value of a closure's cell; None if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:  # not assigned yet

@@ -1,4 +1,4 @@
-"""Standing in front of an optimizer's step without replacing it."""
+"""Hooks around an optimizer's step, which itself is not replaced."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.dynamo import outside_of_graphs
-from gradweave._compat.eager import own_step, put_first_behind_step, step_pre_hooks
+from gradweave._compat.optimizers import own_step, put_first_after_step, step_pre_hooks
 from gradweave._runtime.optimizer_steps.code_reach import is_torchs
-from gradweave._runtime.optimizer_steps.partial import begins_whole
+from gradweave._runtime.two_phase_step import is_two_phase
 
 
 class HiddenParams:
-    """Keeps parameters out of an optimizer's own update for the length of one step.
+    """Hides parameters from an optimizer's own update for the length of one step.
 
-    What is already updated, or will be, must not be updated again; leaving it out of the groups
-    is also cheaper than letting the optimizer find that there is nothing to do.
+    Parameters that are already updated, or will be later, must not be updated again. Leaving them out of the groups
+    is also cheaper than having the optimizer find that they have no gradient.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -32,7 +32,7 @@ class HiddenParams:
         self._shown: _GroupsOfOneStep | None = None
 
     def hide_all_but(self, shown: list[nn.Parameter]) -> None:
-        """From now to :meth:`restore`, or until the step fails, the optimizer has only these parameters."""
+        """Leave only the given parameters in the groups, until :meth:`restore` or until the step fails."""
         self.restore()
         kept = {id(p) for p in shown}
         groups = self._optimizer.param_groups
@@ -40,52 +40,52 @@ class HiddenParams:
         self._shown = self._optimizer.param_groups = _GroupsOfOneStep(left, groups, sys._getframe(1), self.restore)
 
     def restore(self) -> None:
-        """Gives the optimizer all its parameters back."""
+        """Give the optimizer all its parameters back."""
         shown, self._shown = self._shown, None
         if shown is not None:
             shown.end()
             if self._optimizer.param_groups is shown:
-                self._optimizer.param_groups = shown.all_of_them
+                self._optimizer.param_groups = shown.full
 
 
 class _GroupsOfOneStep(list[dict[str, Any]]):
-    """An optimizer's groups while its own update runs; all of them again once that is over, also if it has failed.
+    """Parameter groups that show only some parameters to the step that is running, and all of them to other code.
 
-    torch calls no hook behind a step that raised. So whether the step still runs is looked up on the stack, each time
-    that the groups are asked for.
+    torch runs no post-hook if a step raises. So each access looks on the stack whether the step still runs; if it does
+    not, the full groups are restored.
 
     Args:
-        left: What the update is to see.
-        all_of_them: The groups with all their parameters.
-        frame: One that lives as long as the step, or a frame that it has called.
-        restore: Puts all of them back.
+        left: The groups with the parameters for the running step.
+        full: The groups with all their parameters.
+        frame: The frame of the step, or one that it has called.
+        restore: Gives the optimizer the full groups back.
     """
 
     def __init__(
         self,
         left: list[dict[str, Any]],
-        all_of_them: list[dict[str, Any]],
+        full: list[dict[str, Any]],
         frame: FrameType,
         restore: Callable[[], None],
     ) -> None:
         super().__init__(left)
-        self.all_of_them = all_of_them
+        self.full = full
         self._thread = threading.get_ident()
         self._step: FrameType | None = _frame_of_step(frame)
         self._restore = restore
 
     def end(self) -> None:
-        """The step is over: these show all groups from now on, and keep no frame alive."""
+        """Show all parameters from now on, and keep no frame alive."""
         self._step = None
 
     def _now(self) -> list[dict[str, Any]] | None:
-        """All groups, unless it is the step itself that asks."""
+        """Return the full groups, or None for the running step."""
         if self._step is None or self._thread != threading.get_ident():
-            return self.all_of_them
+            return self.full
         if _is_on_stack(self._step):
             return None
         self._restore()
-        return self.all_of_them
+        return self.full
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         now = self._now()
@@ -100,39 +100,43 @@ class _GroupsOfOneStep(list[dict[str, Any]]):
         return super().__getitem__(index) if now is None else now[index]
 
     def append(self, group: dict[str, Any]) -> None:
-        """Add a group to all of them, as ``add_param_group`` does behind a step that has failed."""
+        """Add a group to the full groups, such as by ``add_param_group`` after a step that has failed."""
         now = self._now()
         (super() if now is None else now).append(group)  # type: ignore[union-attr]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return list, (self.all_of_them,)
+        return list, (self.full,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[dict[str, Any]]:
-        return copy.deepcopy(self.all_of_them, memo)
+        return copy.deepcopy(self.full, memo)
 
 
 def _frame_of_step(frame: FrameType) -> FrameType:
-    """The frame in which torch calls the hooks and the update of a step; the given one if that cannot be told."""
+    """Return the frame in which torch calls a step's hooks and update; the given one if it is not found."""
     found: FrameType | None = frame
-    while found is not None and found.f_code.co_filename != _HOOKS_ARE_CALLED_IN:
+    while found is not None and found.f_code.co_filename != _FILE_OF_STEP_WRAPPER:
         found = found.f_back
     return frame if found is None else found
 
 
-_HOOKS_ARE_CALLED_IN = Optimizer.profile_hook_step.__code__.co_filename
+_FILE_OF_STEP_WRAPPER = Optimizer.profile_hook_step.__code__.co_filename
 
 
 class StepHooks:
-    """Calls ``before`` just before an optimizer's own update and ``after`` behind it.
+    """Calls one function just before an optimizer's own update, and one just after it.
 
-    The optimizer's ``step`` stays what it is, also where a scheduler or a scaler has wrapped it.
-    ``before`` comes after a closure and is told whether it is the last hook before the update: one
-    that was added later may still change gradients. The order is put right for the next step.
-    ``after`` comes before every other hook behind the step. Where a class's ``step`` calls its
-    parent's, which runs the hooks again, only the outer call counts. A step that is compiled is
-    taken in stock order, and so is one that is given anything but a closure, which an update that is put off would
-    be taken without, or a closure that a step of an unknown kind may call at any time, or twice; ``check_stock_order``
-    is told why, and may refuse.
+    The optimizer's ``step`` is not replaced, and may have been wrapped by a scheduler or a scaler. Where a class's
+    ``step`` calls its parent's, which runs the hooks again, only the outer call counts.
+
+    Some steps have to be in stock order: a compiled step; a step with arguments besides a closure, which a deferred
+    update would lack; and a step of an unknown class with a closure, which it may call at any time, or twice.
+
+    Args:
+        optimizer: The optimizer.
+        before: Called after the closure, if there is one, with whether no other hook runs before the update. A hook
+            that was added later may still change gradients; this one is moved to the end for the next step.
+        after: Called before all other post-hooks.
+        check_stock_order: Called with the reason for a step in stock order; may raise to refuse it.
     """
 
     def __init__(
@@ -147,7 +151,7 @@ class StepHooks:
         self._before = before
         self._after = after
         self._check_stock_order = check_stock_order
-        self._calls_closure_first = is_torchs(optimizer) or begins_whole(optimizer)
+        self._calls_closure_first = is_torchs(optimizer) or is_two_phase(optimizer)
         self._takes_closure_first = _first_argument(own_step(optimizer)) == "closure"
         self._outer: FrameType | None = None
         self._pre = optimizer.register_step_pre_hook(self._pre_hook)
@@ -156,10 +160,10 @@ class StepHooks:
         except BaseException:
             self._pre.remove()
             raise
-        put_first_behind_step(optimizer, self._post.id)
+        put_first_after_step(optimizer, self._post.id)
 
     def remove(self) -> None:
-        """Takes both hooks away."""
+        """Remove both hooks."""
         self._pre.remove()
         self._post.remove()
 
@@ -171,6 +175,7 @@ class StepHooks:
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_compiling():
             return self._before_compiled()
+        # The frame of the outer step may be one that raised, whose post-hooks never ran: then it is not on the stack.
         if self._outer is not None and _is_on_stack(self._outer):
             return None
         self._outer = _frame_of_step(sys._getframe(1))
@@ -214,7 +219,7 @@ class StepHooks:
 
     @outside_of_graphs
     def _before_compiled(self) -> None:
-        """Dynamo has compiled the step: it is taken in stock order, as if a hook behind this one asked for that."""
+        """Take a step that Dynamo has compiled in stock order, as if another hook followed."""
         self._check_stock_order("a compiled optimizer.step()")
         self._before(False)
 
@@ -224,15 +229,15 @@ class StepHooks:
 
 
 def _first_argument(step: Callable[..., Any]) -> str:
-    """The name of what a step is given first besides its optimizer; empty if it takes nothing."""
+    """Return the name of a step's first argument besides its optimizer; empty if it has none."""
     try:
         return next(iter([*signature(step).parameters][1:]), "")
-    except (TypeError, ValueError):  # of a function that is not of Python
+    except (TypeError, ValueError):  # the signature of a C function may be unknown
         return ""
 
 
 def _is_on_stack(wanted: FrameType) -> bool:
-    """Whether a frame is still running, in this thread."""
+    """Return whether a frame is still running in this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame is not wanted:
         frame = frame.f_back
@@ -240,7 +245,7 @@ def _is_on_stack(wanted: FrameType) -> bool:
 
 
 def stack_depth() -> int:
-    """How deep the calls are nested: a step inside a step is deeper than it."""
+    """Return the depth of nested calls: a step that another step calls has a greater one."""
     depth, frame = 0, sys._getframe(1)
     while frame is not None:
         depth, frame = depth + 1, frame.f_back  # type: ignore[assignment]

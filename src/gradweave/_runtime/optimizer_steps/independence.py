@@ -1,4 +1,4 @@
-"""Finding optimizers that do not treat parameters independently, before they do harm."""
+"""Detection of optimizers that do not treat their parameters independently."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import flat_leaves, memory_of, own_step
+from gradweave._compat.functions import flat_leaves
+from gradweave._compat.optimizers import own_step
+from gradweave._compat.tensors import memory_of
 from gradweave._runtime.optimizer_steps.code_reach import find_reach, is_torchs
 from gradweave._runtime.optimizer_steps.influence import find_influence
-from gradweave._runtime.optimizer_steps.partial import (
-    PartialStepper,
-    attributes_of,
-    cannot_change,
+from gradweave._runtime.optimizer_steps.partial import PartialStepper
+from gradweave._runtime.optimizer_steps.snapshot import (
     copy_attributes,
+    instance_data,
     is_data,
-    own_numbers,
+    is_immutable,
+    own_attributes,
 )
-from gradweave.errors import ArgumentError
+from gradweave.errors import UnsupportedError
 
 _SIDE = 2
-_OF_A_KIND = 4
-"""So many parameters of a number of dimensions, precision and device stand for all of a group."""
+_SAMPLES_OF_A_KIND = 4
+"""Number of a group's parameters of one kind (dimensions, dtype, device) that are tried in place of all of them."""
 _STEPS = 3
 
 _GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
@@ -41,36 +43,36 @@ _GRADIENTS: dict[str, Callable[[torch.Tensor], torch.Tensor | None]] = {
     "not a number": lambda g: g * torch.nan,
     "missing": lambda g: None,  # noqa: ARG005
 }
-"""What one parameter's gradient is made in the second step, to see whether the others' updates take notice."""
+"""Changes of one parameter's gradient in the second step; the other parameters' updates must not depend on it."""
 
 
-def check_independent(optimizer: Optimizer, *, remedy: str = "train without fuse()") -> None:
-    """Raise unless stepping an optimizer in parts gives what stepping it whole gives, bit for bit.
+def check_independent(optimizer: Optimizer, *, remedy: str) -> None:
+    """Raise UnsupportedError unless stepping an optimizer in parts equals stepping it whole, bit for bit.
 
     Copies of the optimizer on tiny parameters take a few steps, one whole, one in two parts, also with one gradient
-    that is huge, missing or not finite. A norm over several parameters, or a decision by all of them, makes the two
-    differ. Of optimizers that are not torch's own more is looked at: what their step writes besides parameters and
-    their state, whether it runs around a parent's step, what their attributes are, and, on parameters of full size but
-    without memory, whether any parameter's gradient gets into another's update and whether random numbers are drawn.
+    that is huge, missing or not finite. A norm over several parameters, or a decision that reads all of them, makes the
+    two differ. Optimizers that are not torch's own are checked further: for writes to anything but parameters and their
+    state, a step that wraps its parent's, opaque attributes, and, at full size on the meta device, gradients that reach
+    another parameter's update and random numbers.
 
     Args:
-        optimizer: The optimizer; it stays as it is.
-        remedy: What to do instead, for the message.
+        optimizer: The optimizer; it is not changed.
+        remedy: The remedy in the message.
     """
     try:
         fault = _fault_of(optimizer)
     except Exception as error:
         fault = f"cannot be stepped in parts ({type(error).__name__}: {error})"
     if fault:
-        raise ArgumentError("optimizer", type(optimizer).__name__, f"{fault}; {remedy}")
+        raise UnsupportedError(type(optimizer).__name__, fault, remedy)
 
 
 def _fault_of(optimizer: Optimizer) -> str:
-    """Why an optimizer cannot be stepped in parts; empty if it can."""
+    """Return why an optimizer cannot be stepped in parts; empty if it can."""
     if is_torchs(optimizer):
         with _left_as_it_was(optimizer):
             return _difference(optimizer, "random")
-    fault = _step_around_a_parents(type(optimizer)) or _opaque_attribute(optimizer) or find_reach(optimizer)
+    fault = _wrapped_step_of_parent(type(optimizer)) or _opaque_attribute(optimizer) or find_reach(optimizer)
     if fault:
         return fault
     with _left_as_it_was(optimizer):
@@ -86,7 +88,7 @@ def _fault_of(optimizer: Optimizer) -> str:
 
 
 def keeps_gradients(optimizer: Optimizer) -> bool:
-    """Return whether a step leaves gradients themselves in the state, for the next ``zero_grad()`` to change them."""
+    """Return whether a step keeps gradients in the state, where the next ``zero_grad()`` may change them."""
     if is_torchs(optimizer):
         return False
     with _left_as_it_was(optimizer):
@@ -98,61 +100,60 @@ def keeps_gradients(optimizer: Optimizer) -> bool:
     return any(isinstance(leaf, torch.Tensor) and memory_of(leaf) in gradients for leaf in leaves)
 
 
-def _step_around_a_parents(cls: type[Optimizer]) -> str:
-    """Whether a class has a step of its own that calls its parent's.
+def _wrapped_step_of_parent(cls: type[Optimizer]) -> str:
+    """Return a fault if a class has a step that calls its parent's.
 
-    What it does before and behind that one could not be told from the update.
+    What it does before and after the call cannot be told apart from the update.
     """
     owners = [owner for owner in cls.__mro__ if "step" in vars(owner) and owner not in (Optimizer, object)]
     for owner in owners[:-1]:
         if "step" in unwrap(vars(owner)["step"]).__code__.co_names:
             return (
                 f"has a step() that calls another's: what {owner.__name__}.step() does around the update cannot be "
-                "put off with it (a hook can do that instead: register_step_pre_hook, register_step_post_hook)"
+                "deferred with it (a hook can do that instead: register_step_pre_hook, register_step_post_hook)"
             )
     return ""
 
 
 def _opaque_attribute(optimizer: Optimizer) -> str:
-    """An attribute of which it cannot be seen whether a loop changes it between a step and its updates."""
-    kept = {f"its attribute {name!r}": value for name, value in attributes_of(optimizer).items()}
+    """Return a fault if a loop could change an attribute unnoticed between a step and its updates."""
+    kept = {f"its attribute {name!r}": value for name, value in own_attributes(optimizer).items()}
     for index, group in enumerate(optimizer.param_groups):
         kept |= {f"param_groups[{index}][{key!r}]": value for key, value in group.items() if key != "params"}
     for place, value in kept.items():
-        if not is_data(value) and not cannot_change(value):
+        if not is_data(value) and not is_immutable(value):
             return (
-                f"keeps a {type(value).__name__} in {place}, which may change between a step and the updates that are "
-                "put off"
+                f"keeps a {type(value).__name__} in {place}, which may change between a step and its deferred updates"
             )
     return ""
 
 
 def _writes_elsewhere(optimizer: Optimizer) -> str:
-    """What a step writes that is neither a parameter nor in ``state``."""
+    """Return a fault if a step writes anything that is neither a parameter nor in ``state``."""
     tiny = _tiny_copy(optimizer)
     classes = [owner for owner in type(optimizer).__mro__ if not owner.__module__.startswith("torch.")]
-    before = _settings(tiny), own_numbers(tiny), [_plain_attributes(owner) for owner in classes]
+    before = _settings(tiny), instance_data(tiny), [_plain_attributes(owner) for owner in classes]
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     _set_gradients(tiny, torch.Generator().manual_seed(2))
     gradients = [p.grad for p in _params(tiny)]
     if own_step(tiny)(tiny) is not None:
-        return "has a step() that returns something, which it could only know once all updates are done"
+        return "has a step() that returns something, which it could only know after all updates"
     if any(p.grad is not gradient for p, gradient in zip(_params(tiny), gradients, strict=True)):
         return "assigns .grad in its step, which would show only once the update is done"
     if not torch.equal(torch.get_rng_state(), torch_state) or random.getstate() != python_state:
-        return "draws random numbers, which are other ones if it draws them in parts"
+        return "draws random numbers, and would draw different ones in parts"
     groups, attributes, of_classes = before
     for index, (then, now) in enumerate(zip(groups, _settings(tiny), strict=True)):
         for key in now:
             if key not in then or not _equal(then[key], now[key]):
                 return (
-                    f"writes param_groups[{index}][{key!r}] in its step, and so couples its parameters: one count for "
+                    f"writes param_groups[{index}][{key!r}] in its step, and so couples its parameters: one value for "
                     "several (keep it in state[p])"
                 )
-    for name, now in own_numbers(tiny).items():
+    for name, now in instance_data(tiny).items():
         if name not in attributes or not _equal(attributes[name], now):
             return (
-                f"writes its attribute {name!r} in its step, and so couples its parameters: one for several "
+                f"writes its attribute {name!r} in its step, and so couples its parameters: one value for several "
                 "(keep it in state[p])"
             )
     for owner, then in zip(classes, of_classes, strict=True):
@@ -163,7 +164,7 @@ def _writes_elsewhere(optimizer: Optimizer) -> str:
 
 
 def _difference(optimizer: Optimizer, kind: str) -> str:
-    """What shows when one copy is stepped whole and one in two parts, with one gradient of a kind."""
+    """Return a fault if a copy stepped whole and one stepped in two parts differ, with one gradient of a kind."""
     whole, in_parts = _tiny_copy(optimizer), _tiny_copy(optimizer)
     generator = torch.Generator().manual_seed(0)
     for number in range(_STEPS):
@@ -203,7 +204,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _plain_attributes(cls: type) -> dict[str, Any]:
-    """The data among a class' own attributes."""
+    """Return copies of the data among a class's own attributes."""
     return {
         name: copy.deepcopy(value)
         for name, value in vars(cls).items()
@@ -214,7 +215,7 @@ def _plain_attributes(cls: type) -> dict[str, Any]:
 
 @contextmanager
 def _left_as_it_was(optimizer: Optimizer) -> Iterator[None]:
-    """Whatever a trial step does besides: random numbers and class attributes are as before behind it."""
+    """Restore random number generators and class attributes, which a trial step may change, at its end."""
     classes = [owner for owner in type(optimizer).__mro__ if not owner.__module__.startswith("torch.")]
     before = [(owner, _plain_attributes(owner)) for owner in classes if owner is not object]
     python_state = random.getstate()
@@ -232,15 +233,15 @@ def _left_as_it_was(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _subset(optimizer: Optimizer, part: int, parts: int) -> dict[int, list[nn.Parameter]]:
-    """Every ``parts``-th parameter of each group."""
+    """Return every ``parts``-th parameter of each group, from ``part`` on."""
     chosen = {index: group["params"][part::parts] for index, group in enumerate(optimizer.param_groups)}
     return {index: params for index, params in chosen.items() if params}
 
 
 def _tiny_copy(optimizer: Optimizer) -> Optimizer:
-    """The optimizer on parameters of the same kind and number of dimensions, but two elements a side.
+    """Return a copy of an optimizer with parameters of the same kinds, but at most two elements a side.
 
-    Of many parameters of a kind, a group has a few.
+    Of a group's many parameters of one kind, it has a few.
     """
     generator = torch.Generator().manual_seed(1)
     state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
@@ -252,7 +253,7 @@ def _tiny_copy(optimizer: Optimizer) -> Optimizer:
         for p in group["params"]:
             kind = (p.dim(), p.dtype, p.device, p.numel() == 0)
             of_kind[kind] += 1
-            if of_kind[kind] > _OF_A_KIND:
+            if of_kind[kind] > _SAMPLES_OF_A_KIND:
                 replaced[id(p)] = _LEFT_OUT
                 continue
             tiny = torch.randn([min(_SIDE, side) for side in p.shape], generator=generator)
@@ -268,11 +269,11 @@ def _tiny_copy(optimizer: Optimizer) -> Optimizer:
 
 
 _LEFT_OUT = object()
-"""Stands for a parameter in a copy that does without it."""
+"""The place holder in a copy for a parameter that is not sampled."""
 
 
 def _corner(value: Any, corners: dict[int, Any]) -> Any:
-    """Return the first elements of a tensor in each dimension, or a copy of anything else; the same of the same."""
+    """Return the first elements of a tensor in each dimension, or a copy of anything else; ``corners`` is the memo."""
     if isinstance(value, torch.Tensor):
         if id(value) not in corners:
             corners[id(value)] = value[tuple(slice(_SIDE) for _ in value.shape)].clone()
@@ -291,7 +292,7 @@ def _same(one: Optimizer, other: Optimizer) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two settings are the same; numbers that are none are the same as each other."""
+    """Return whether two settings are equal; NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         same_kind = one.shape == other.shape and one.dtype == other.dtype
         return same_kind and bool(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))

@@ -1,4 +1,4 @@
-"""Following parameters through an optimizer's step: whose gradient gets into whose update."""
+"""The data flow of an optimizer's step: which parameters' gradients reach which updates."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import DispatchMode, flat_leaves, memory_of, own_step
-from gradweave._runtime.optimizer_steps.partial import copy_attributes
+from gradweave._compat.functions import DispatchMode, flat_leaves
+from gradweave._compat.optimizers import own_step
+from gradweave._compat.tensors import memory_of
+from gradweave._runtime.optimizer_steps.snapshot import copy_attributes
 
 _LARGEST_TRIED = 16 * 2**20
-"""Bytes of parameters up to which a step is tried in memory where it cannot be followed without."""
+"""Most bytes of parameters for which a step that cannot run on the meta device is tried in memory."""
 
 
 def find_influence(optimizer: Optimizer) -> str:
-    """Say how a step at full size couples parameters or draws random numbers; empty if it does neither.
+    """Return how a step at full size couples parameters or draws random numbers; empty if it does neither.
 
-    What shows on tiny parameters only may not be all: some optimizers treat large ones in another way. The step runs on
-    parameters without memory; where it asks for numbers, on real ones, if they are not too large.
+    Tiny parameters do not show all of it: some optimizers treat large ones differently. The step runs on the meta
+    device; if it reads values there, it runs on real parameters, unless they are too large.
     """
     size = sum(p.numel() * p.element_size() for group in optimizer.param_groups for p in group["params"])
     try:
@@ -47,10 +49,10 @@ def _influence_on(optimizer: Optimizer, device: str | None) -> str:
                 follower.owners[memory_of(tensor)] = frozenset((number,))
                 follower.alive.append(tensor)
     with follower:
-        for _ in range(2):  # the first makes the state
+        for _ in range(2):  # the first step creates the state
             own_step(trial)(trial)
     if follower.draws:
-        return f"draws random numbers ({follower.draws}), which are other ones if it draws them in parts"
+        return f"draws random numbers ({follower.draws}), and would draw different ones in parts"
     for number, p in enumerate(params):
         for tensor in (p.detach(), *flat_leaves(trial.state.get(p, {}))):
             others = follower.owners[memory_of(tensor)] - {number} if isinstance(tensor, torch.Tensor) else ()
@@ -79,12 +81,12 @@ def _full_copy(optimizer: Optimizer, device: str | None) -> Optimizer:
 
 
 class _Follower(DispatchMode):
-    """Notes of each piece of memory which parameters have had a part in it.
+    """A dispatch mode that records which parameters each piece of memory depends on.
 
     Attributes:
-        owners: By memory, the numbers of parameters.
-        alive: What has been seen, kept so that no memory's name is used twice.
-        draws: The first operation that drew random numbers.
+        owners: Positions of those parameters, by memory.
+        alive: All tensors seen so far, kept alive so that no address of a storage is used twice.
+        draws: Name of the first operation that drew random numbers; empty if none did.
     """
 
     def __init__(self) -> None:
@@ -109,7 +111,10 @@ class _Follower(DispatchMode):
 
 
 def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> Iterable[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """What an operation reads and what it writes: of operations on lists, one position after the other."""
+    """Yield the tensors that an operation reads, with those that it writes.
+
+    Foreach and fused operations couple only the tensors at one position of their lists: one pair for each position.
+    """
     name = str(func).removeprefix("aten.")
     inputs = [*args, *kwargs.values()]
     lists = [value for value in inputs if isinstance(value, (list, tuple)) and any(map(torch.is_tensor, value))]

@@ -21,7 +21,7 @@ from gradweave._runtime.requirements import (
     require_owned,
     require_shapes,
 )
-from gradweave.errors import ArgumentError, UnsupportedError
+from gradweave.errors import UnsupportedError
 
 
 def check(model: nn.Module, optimizer: Optimizer) -> None:
@@ -51,11 +51,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
                 "give it memory of its own by clone()",
             )
     require_one_device(params)
-    try:
-        check_independent(optimizer)
-    except ArgumentError as error:
-        why = error.remedy.partition(";")[0]
-        raise UnsupportedError(str(error.value), why, "use DistributedDataParallel") from error
+    check_independent(optimizer, remedy="use DistributedDataParallel")
 
 
 def refuse_averager(found: Averager) -> None:

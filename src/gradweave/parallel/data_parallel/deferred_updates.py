@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from gradweave._compat.eager import no_torch_function, without_function_mode
 from gradweave._runtime.buckets import Bucket, with_groups
+from gradweave._runtime.deferred.deferred_updates import DeferredUpdates
 from gradweave._runtime.deferred.pending_gradient import make_gradient_pending
-from gradweave._runtime.deferred.pending_updates import UpdateRules
-from gradweave._runtime.deferred.update import Update
-from gradweave._runtime.deferred.updates import DeferredUpdates
+from gradweave._runtime.deferred.pending_updates import Update, UpdateRules
 from gradweave.parallel.data_parallel.reducer import Reducer
 from gradweave.parallel.data_parallel.reverse_first_k import HeldBack
 
@@ -58,6 +57,7 @@ class _AveragingRules(UpdateRules):
     """Buckets are messages, and gradients are parts of them."""
 
     name = "DataParallel"
+    compile_remedy = "give DataParallel the plain model and do not compile it, or use DistributedDataParallel"
 
     def __init__(self, optimizer: Optimizer, reducer: Reducer) -> None:
         self._optimizer = optimizer
