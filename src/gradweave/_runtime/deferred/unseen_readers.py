@@ -12,7 +12,7 @@ from torch import nn
 from gradweave._compat.modules import is_compiled, is_compiled_outside
 from gradweave._compat.tensors import is_sole_user
 
-COMPILED = "the model was compiled in the meantime, and reads its weights where no update can come first"
+COMPILED = "the model is compiled by now, and reads its weights where no update can come first"
 TRACED = "the model is traced, and the traced copy reads weights where no update can come first"
 
 
