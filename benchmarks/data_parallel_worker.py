@@ -22,7 +22,7 @@ from gradweave.compare.models import GPT, ResNet18
 from gradweave.parallel.data_parallel import DataParallel
 from gradweave.parallel.data_parallel.autotune import simulate
 from gradweave.parallel.data_parallel.layers import UseOrder
-from gradweave.parallel.data_parallel.reverse_first_k import Watched
+from gradweave.parallel.data_parallel.reverse_first_k import calls_by_layer
 from gradweave.parallel.data_parallel.step_costs import StepWatch
 from gradweave.schedule import Link, network
 
@@ -139,7 +139,7 @@ def predict(model: str, seconds: float, megabits: float, bucket_bytes: int, defa
     layers = order.layers(order.numbers())
     watch = StepWatch(layers, optimizer, torch.device("cpu"))
     for _ in range(WATCHED_STEPS):
-        with Watched(WeightGradientQueue(watch), layers):
+        with calls_by_layer(WeightGradientQueue(watch), layers):
             value = loss(plain)
         watch.backward_begins()
         value.backward()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from gradweave._runtime.deferred.pending_parameter import PendingParameter
 from gradweave.errors import GradweaveError
 from gradweave.parallel.data_parallel import DataParallel
-from gradweave.parallel.data_parallel.buffers import BufferSharing
+from gradweave.parallel.data_parallel.replicas import BufferBroadcast
 from parallel.data_parallel.loops import BODIES, backward, finish
 from parallel.data_parallel.models import batch, loss_of, make, optimizer_of, weights
 
@@ -368,7 +368,7 @@ def shares_buffers():
     model = nn.Module()
     model.register_buffer("value", torch.full((3,), float(dist.get_rank())))
     model.register_buffer("count", torch.tensor(7 + dist.get_rank()))
-    BufferSharing(model, dist.group.WORLD).share()
+    BufferBroadcast(model, dist.group.WORLD).run()
     return {name: value.clone() for name, value in model.named_buffers()}
 
 

@@ -19,7 +19,7 @@ def setting():
     ("options", "said"),
     [
         ({"policy": "fast"}, "policy='fast': use one of auto"),
-        ({"k": 3}, "k=3: is for policy"),
+        ({"k": 3}, "k=3: use it with policy"),
         ({"policy": "reverse_first_k", "k": "some"}, "k='some': give a number of layers"),
         ({"policy": "reverse_first_k", "k": -1}, "k=-1: give 0 or more"),
         ({"bucket_bytes": 0}, "bucket_bytes=0: give at least 1"),

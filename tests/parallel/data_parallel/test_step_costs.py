@@ -5,7 +5,7 @@ from torch import nn
 from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave._runtime.split_calls.task import Task
 from gradweave.parallel.data_parallel.layers import UseOrder
-from gradweave.parallel.data_parallel.reverse_first_k import Watched
+from gradweave.parallel.data_parallel.reverse_first_k import calls_by_layer
 from gradweave.parallel.data_parallel.step_costs import StepWatch
 
 FORWARD, BACKWARD, UPDATE = 0.004, 0.008, 0.02
@@ -69,7 +69,7 @@ def test_costs_are_those_of_the_layers():
     optimizer = SlowOptimizer(model.parameters(), lr=0.1)
     watch, layers = watched(model, optimizer)
     for _ in range(4):
-        with Watched(WeightGradientQueue(watch), layers):
+        with calls_by_layer(WeightGradientQueue(watch), layers):
             loss = model(torch.ones(2, 3)).sum()
         watch.backward_begins()
         loss.backward()
@@ -100,7 +100,7 @@ def test_nothing_of_a_step_is_left_out():
     spent = []
     for _ in range(5):
         began = time.perf_counter()
-        with Watched(WeightGradientQueue(watch), layers):
+        with calls_by_layer(WeightGradientQueue(watch), layers):
             loss = model(torch.ones(2, 3)).sum()
         watch.backward_begins()
         loss.backward()
@@ -119,7 +119,7 @@ def test_what_belongs_to_no_layer_counts_as_input_gradient_of_the_next():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch, layers = watched(model, optimizer)
     for _ in range(3):
-        with Watched(WeightGradientQueue(watch), layers):
+        with calls_by_layer(WeightGradientQueue(watch), layers):
             loss = model(torch.ones(2, 3)).sum()
         watch.backward_begins()
         watch.start(Task(len(layers), (), lambda: time.sleep(FORWARD)))
@@ -136,7 +136,7 @@ def test_loops_that_are_odd(odd):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch, layers = watched(model, optimizer)
     for number in range(5):
-        with Watched(WeightGradientQueue(watch), layers):
+        with calls_by_layer(WeightGradientQueue(watch), layers):
             loss = model(torch.ones(2, 3)).sum()
         if odd != "no word of backward":
             watch.backward_begins()

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,18 +32,18 @@ from gradweave._runtime.replicas import Lookout
 from gradweave._runtime.split_calls.queue import InLine, WeightGradientQueue
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.errors import ArgumentError, GradweaveError, LostPeerError
-from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, Choice
-from gradweave.parallel.data_parallel.buffers import BufferSharing, share_state
+from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, State, Tuner
 from gradweave.parallel.data_parallel.checks import check, refuse_averager
 from gradweave.parallel.data_parallel.deferred_updates import AveragedUpdates
 from gradweave.parallel.data_parallel.failures import naming_lost_peers
 from gradweave.parallel.data_parallel.layers import Layer, UseOrder
 from gradweave.parallel.data_parallel.reducer import Reducer
-from gradweave.parallel.data_parallel.replica_check import Together
-from gradweave.parallel.data_parallel.reverse_first_k import HeldBack, Watched
+from gradweave.parallel.data_parallel.replicas import BufferBroadcast, ReplicaCheck, broadcast_state
+from gradweave.parallel.data_parallel.reverse_first_k import HeldBack, calls_by_layer
 from gradweave.parallel.data_parallel.step_costs import StepWatch
 
-POLICIES = ("auto", "reverse_first_k", "no_barrier", "in_order")
+Policy = Literal["auto", "reverse_first_k", "no_barrier", "in_order"]
+POLICIES: tuple[Policy, ...] = get_args(Policy)
 BUCKET_BYTES = 4 * 2**20
 """Small enough for the first layers' gradients not to wait for much else, large enough for a slow link's latency."""
 
@@ -51,25 +51,26 @@ BUCKET_BYTES = 4 * 2**20
 class DataParallel(nn.Module, AccumulatingAttachment):
     """Trains replicas of a model, one per rank, that average their gradients while computing.
 
-    Results are those of ``DistributedDataParallel``: the same averages, the same updates. But an update
-    waits for nothing but its own gradients, and happens just before its layer is used again; and the weight
-    gradients of the first ``k`` layers are computed last, first layer first, so that what the next forward
-    needs first is also sent first. The loop stays as it is. Whoever looks at a gradient or a weight sees
-    it averaged, and updated: clipping by norm works, and waits for all gradients. Without a process group there
-    is one rank, which has nothing to average.
+    Results are those of ``DistributedDataParallel``: the same averages, the same updates. But an update waits for its
+    own gradients only, and runs just before its layer is used again; and the weight gradients of the first ``k`` layers
+    are computed last, first layer first, so that what the next forward needs first is also sent first. The loop stays
+    as it is. A gradient that the loop reads is averaged, and a weight is updated: clipping by norm works, and waits for
+    all gradients. Without a process group there is one rank, which has nothing to average.
+
+    Its states, and what leads from one to the next, are those of :class:`~.autotune.State`.
 
     Args:
-        model: The same on all ranks; the first rank's weights and buffers are given to all.
-        optimizer: Of its parameters; one that treats them independently.
+        model: The model, the same on all ranks; the first rank's weights and buffers are given to all.
+        optimizer: The optimizer of its parameters, which must treat them independently.
         policy: ``"reverse_first_k"`` as described; ``"no_barrier"`` holds nothing back; ``"in_order"`` does what
-            DistributedDataParallel does. ``"auto"`` measures some steps, simulates, tries what is promised to
-            be faster, and keeps it only if it is.
-        k: Layers to hold back, for ``"reverse_first_k"``: a number, ``"all"``, or None to search it by simulation.
-        bucket_bytes: At how many bytes of gradients a message is full; it carries whole layers, so it may hold more.
-        byte_budget: Bytes that weight gradients which are held back may keep alive; None for no bound.
-        reduce_dtype: What gradients travel as, such as ``torch.bfloat16``; None for their own precision.
-        broadcast_buffers: Give everybody the first rank's buffers before every forward in training.
-        process_group: Ranks that train together; None for all.
+            DistributedDataParallel does. ``"auto"`` measures some steps, simulates, tries an arrangement that the
+            simulation finds faster, and keeps it only if it is.
+        k: Number of layers to hold back with ``"reverse_first_k"``, or ``"all"``; None to search it by simulation.
+        bucket_bytes: Bytes of gradients at which a message is full; it carries whole layers, so it may hold more.
+        byte_budget: Bytes that held-back weight gradients may keep alive; None for no bound.
+        reduce_dtype: Dtype in which gradients travel, such as ``torch.bfloat16``; None for their own.
+        broadcast_buffers: Give all ranks the first rank's buffers before every forward in training.
+        process_group: The ranks that train together; None for all.
         timeout: Seconds after which a rank that does not answer counts as lost; None for torch's default.
     """
 
@@ -78,8 +79,8 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         model: nn.Module,
         optimizer: Optimizer,
         *,
-        policy: str = "auto",
-        k: int | str | None = None,
+        policy: Policy = "auto",
+        k: int | Literal["all"] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         byte_budget: int | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -89,7 +90,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
     ) -> None:
         super().__init__()
         if timeout is not None and process_group is not None:
-            raise ArgumentError("timeout", timeout, "is the process_group's own; give it where that is made")
+            raise ArgumentError("timeout", timeout, "a process_group has its own timeout; give it to dist.new_group()")
         self._size = _size_of(process_group)
         optimizer = without_wrapper(optimizer)
 
@@ -111,16 +112,17 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         self._policy, self._k = policy, k
         self._bucket_bytes, self._byte_budget, self._dtype = bucket_bytes, byte_budget, reduce_dtype
         self._group: dist.ProcessGroup | None = None
-        self._sharing: BufferSharing | None = None
-        self._order: UseOrder | None = None
+        self._buffer_broadcast: BufferBroadcast | None = None
+        self._replica_check: ReplicaCheck | None = None
+        self._state = State.DETACHED
+        self._order: UseOrder
         self._layers: list[Layer] = []
-        self._reducer: Reducer | None = None
-        self._updates: AveragedUpdates | None = None
-        self._choice: Choice | None = None
-        self._together: Together | None = None
+        self._tuner: Tuner | None = None
         self._arrangement = STOCK
+        self._reducer = _no_reducer()
+        self._updates: AveragedUpdates | None = None
         self._trained: tuple[Any, ...] = ()
-        self._stepped = False
+        self._has_stepped = False
         self._queue = WeightGradientQueue(InLine())
         self.register_load_state_dict_pre_hook(_with_own_names)  # type: ignore[no-untyped-call]
         with ExitStack() as attached:
@@ -130,24 +132,25 @@ class DataParallel(nn.Module, AccumulatingAttachment):
     def _attach(
         self, attached: ExitStack, process_group: dist.ProcessGroup | None, timeout: float | None, buffers: bool
     ) -> None:
-        """Attaches step by step, and says how each is undone."""
-        attached.callback(self._let_go_of_groups)
+        """Attach step by step, each with the callback that undoes it."""
+        attached.callback(self._forget_groups)
         if self._size > 1:
 
             def own_group() -> dist.ProcessGroup:
                 limit = None if timeout is None else timedelta(seconds=timeout)
                 made = new_group([range(self._size)], made_by_all=True, timeout=limit)
                 attached.callback(end_group, made)
-                # After this all ranks have made it: one that ends it at once does not close the door on others.
+                # After this message all ranks are connected: a rank that ends the group at once, because the rest of
+                # its attach fails, does not make the others fail while they connect.
                 dist.all_reduce(torch.ones(1, device=self._device), group=made)
                 return made
 
             self._group = process_group or own_group()
             if buffers:
-                self._sharing = BufferSharing(self.module, process_group or own_group())
-            self._together = Together(self.module, self._optimizer, self._group)
-        attached.callback(self._let_go_of_steps)
-        attached.callback(self._optimizer.register_step_post_hook(self._note_step).remove)
+                self._buffer_broadcast = BufferBroadcast(self.module, process_group or own_group())
+            self._replica_check = ReplicaCheck(self.module, self._optimizer, self._group)
+        attached.callback(self._stop)
+        attached.callback(self._optimizer.register_step_post_hook(self._step_taken).remove)
         attached.callback(StepHooks(self._optimizer, self._before_step, self._after_step).remove)
         claim_optimizer(self._optimizer, Technique.DATA_PARALLEL, self, attached)
         claim_model(self.module, Technique.DATA_PARALLEL, self, attached)
@@ -155,27 +158,23 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         attached.callback(self._lookout.close)
         self._learn()
         if self._group is not None:
-            share_state(self.module, self._group)
+            broadcast_state(self.module, self._group)
 
-    def _let_go_of_steps(self) -> None:
-        if self._order is not None:
-            self._order.close()
-        if self._choice is not None:
-            self._choice.close()
-        self._arrange(None)
-        self._order = self._choice = None
+    def _stop(self) -> None:
+        """Apply what is pending; from here on the loop is stock."""
+        self._stop_observing()
+        self._release()
+        self._state = State.DETACHED
 
-    def _let_go_of_groups(self) -> None:
-        self._group = self._sharing = self._together = None
+    def _forget_groups(self) -> None:
+        self._group = self._buffer_broadcast = self._replica_check = None
 
     # What users call
 
     @between_graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        if self._reducer is None:
-            return self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        """Run the model's forward."""
+        if self._state is State.DETACHED or not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._lookout.look()
         self._reducer.check_ended()
@@ -183,16 +182,16 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             self._lookout.look_inside()
             self._agree_on_trained()
             self._learn()
-        elif self._stepped:
+        elif self._has_stepped:
             self._advance()
-        self._stepped = False
-        if self._sharing is not None and self.module.training and self._reducer.enabled:
-            self._sharing.share()
-        watch = self._choice.watch if self._choice is not None else None
-        with self._split(watch):
+        self._has_stepped = False
+        if self._buffer_broadcast is not None and self.module.training and self._reducer.enabled:
+            self._buffer_broadcast.run()
+        watch = self._tuner.watch if self._tuner is not None and self._state is State.MEASURING else None
+        with self._intercepted(watch):
             result = self.module(*args, **kwargs)
         if watch is not None:
-            self._watch_backward(watch, result)
+            self._tell_of_backward(watch, result)
         return result
 
     @contextmanager
@@ -206,41 +205,40 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             self._set_syncs(before)
 
     def _set_syncs(self, enabled: bool) -> None:
-        if self._reducer is not None:
-            self._reducer.enabled = enabled
+        self._reducer.enabled = enabled
 
     def flush(self) -> None:
-        """Applies every update that step() has decided; reading a weight does this for what it needs."""
+        """Apply all updates that step() has left pending; reading a weight applies the update of that weight."""
         if self._updates is not None:
             self._updates.flush()
 
     def detach(self) -> nn.Module:
-        """Applies what is pending, lets go of model and optimizer, and returns the model.
+        """Apply all pending updates, detach from model and optimizer, and return the model.
 
-        Process groups that were made for it are ended, with their connections and threads; call it on all ranks.
+        Call it on all ranks: it ends the process groups that were made for it, with their connections and threads.
 
         After a :class:`LostPeerError`, updates whose gradients are lost are left out: their weights are as they were
         before the last step.
         """
-        if self._reducer is not None:
+        if self.is_attached:
             self._attached_by.close()
         return self.module
 
     @property
     def is_attached(self) -> bool:
         """Whether it has not been detached."""
-        return self._reducer is not None
+        return self._state is not State.DETACHED
 
     def explain(self) -> str:
-        """Return what is done, and why."""
-        if self._reducer is None:
+        """Return the number of ranks and messages, the arrangement of steps, and the reason for it."""
+        if not self.is_attached:
             return "detached"
-        why = f" ({self._choice.reason})" if self._choice is not None else ""
+        why = f" ({self._tuner.reason})" if self._tuner is not None else ""
         return f"{self._size} rank(s), {len(self._reducer.messages)} message(s) a step, {self._arrangement}{why}"
 
     @property
     def k(self) -> int:
-        """How many layers are held back now."""
+        """Number of layers that are held back now."""
         return self._arrangement.k
 
     @property
@@ -249,11 +247,11 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         return self._queue.most_held
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own, with the model's own names."""
+        """Return the model's state, with the model's own names."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads the model's own; load the same on all ranks."""
+        """Load the model's state; load the same on all ranks."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -263,29 +261,34 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         return _itself, (self.module,)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own, with the model's own names."""
+        """Return the model's parameters, with the model's own names."""
         return self.module.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """The model's own, with the model's own names."""
+        """Return the model's buffers, with the model's own names."""
         return self.module.named_buffers(*args, **kwargs)
 
     # How steps are arranged
 
     def _learn(self) -> None:
-        """Takes the next step in stock order, to see in which order layers are used."""
-        if self._order is not None:
-            self._order.close()
-        if self._choice is not None:
-            self._choice.close()
-        self._trained = self._now_trained()
-        self._choice = None
+        """Take the next step in stock order, to observe the order in which layers are used."""
+        self._stop_observing()
+        trained = self._now_trained()
         self._order = UseOrder(self.module)
+        self._state = State.LEARNING
         self._layers = self._order.layers(self._order.numbers())
         self._arrange(STOCK)
+        self._trained = trained  # last: if the rest has failed, the next forward does not train without averages
+
+    def _stop_observing(self) -> None:
+        if self._state is State.LEARNING:
+            self._order.close()
+        if self._tuner is not None:
+            self._tuner.close()
+            self._tuner = None
 
     def _agree_on_trained(self) -> None:
-        """Sees to it that all ranks begin to learn at the same step, and train the same."""
+        """Wait until all ranks have come to the same change of what is trained; raise ReplicaError if one does not."""
         if self._changes is None or self._group is None:
             return
         with no_torch_function():
@@ -298,7 +301,8 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             return tuple((id(p), p.requires_grad) for p in self.module.parameters())
 
     def _before_step(self, is_last: bool) -> None:
-        """Asks who does updates only now: a closure's forward may have come to another arrangement."""
+        # The updates are looked up here, not when the hook is made: a closure's forward, inside of this step, may have
+        # come to another arrangement.
         if self._updates is not None:
             self._updates.before_step(is_last)
 
@@ -306,50 +310,53 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         if self._updates is not None:
             self._updates.after_step()
 
-    def _note_step(self, *_: Any) -> None:
-        self._stepped = True
-        if self._together is not None:
-            self._together.stepped()
+    def _step_taken(self, *_: Any) -> None:
+        self._has_stepped = True
+        if self._replica_check is not None:
+            self._replica_check.step_taken()
 
     def _advance(self) -> None:
-        """A step is through and the next begins: takes it as ranks have agreed to."""
-        if self._order is not None:
-            self._order.close()
-            self._order = None
-            given = self._given()
-            if given is not None or self._group is None:
-                self._arrange(given or STOCK)
-                return
-            self._choice = Choice(
-                self._layers, self._optimizer, self._group, self._device, self._bucket_bytes, self._byte_budget,
-                confirm=self._policy == "auto",
-            )  # fmt: skip
-        if self._choice is not None:
-            wanted = self._choice.step_begins()
+        """Begin a step, in the arrangement that ranks agreed on in the last backward."""
+        if self._state is State.LEARNING:
+            self._end_learning()
+        elif self._tuner is not None:
+            wanted = self._tuner.next_arrangement()
             if wanted != self._arrangement:
                 self._arrange(wanted)
 
-    def _backward_begins(self) -> None:
-        """The first gradient is there and none is on its way: the place where ranks agree on what comes next.
+    def _end_learning(self) -> None:
+        given = self._given_arrangement()
+        self._order.close()
+        if given is None and self._group is not None:
+            self._state = State.MEASURING
+            self._tuner = Tuner(
+                self._layers, self._optimizer, self._group, self._device, bucket_bytes=self._bucket_bytes,
+                byte_budget=self._byte_budget, confirm=self._policy == "auto",
+            )  # fmt: skip
+        else:
+            self._arrange(given or STOCK)
+            self._state = State.SETTLED
 
-        All ranks come here as often as all others, as they would wait for gradients otherwise; that cannot be said of
-        their forwards and steps.
+    def _backward_begins(self) -> None:
+        """Agree with the other ranks on what comes next; the first gradient is there, and no message on its way.
+
+        Ranks agree here, and not in forward or step, since all ranks come here equally often: a rank that did not would
+        make the others wait for gradients anyway. A forward or a step may be left out on one of them.
         """
         self.flush()
-        if self._together is None or self._group is None:
+        if self._replica_check is None or self._group is None:
             return
-        is_choosing = self._choice is not None and not self._choice.is_made
-        self._together.meet(is_unsettled=self._order is not None or is_choosing)
-        if self._order is not None:
+        self._replica_check.begin_round(is_unsettled=self._state is not State.SETTLED)
+        if self._state is State.LEARNING:
             agreed = [self._order.numbers()]
             with naming_lost_peers("the order of layers could not be agreed on"):
                 dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
             self._layers = self._order.layers(agreed[0])
-        elif self._choice is not None:
-            self._choice.agree()
+        elif self._tuner is not None:
+            self._state = self._tuner.agree()
 
-    def _given(self) -> Arrangement | None:
-        """What the user has asked for; None if it is to be found out, among several ranks."""
+    def _given_arrangement(self) -> Arrangement | None:
+        """Return the arrangement that the user has asked for; None if several ranks are to search for it."""
         if self._policy in ("no_barrier", "in_order"):
             return Arrangement(barrier=self._policy == "in_order")
         if self._k is None:
@@ -360,18 +367,10 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             raise ArgumentError("k", self._k, f"give 0 to {len(self._layers)}, the number of layers, or 'all'")
         return Arrangement(barrier=False, k=int(self._k))
 
-    def _arrange(self, arrangement: Arrangement | None) -> None:
-        """Takes steps differently from now on; None lets go."""
-        syncs = self._reducer.enabled if self._reducer is not None else True
-        lost = self._settle()
-        if self._updates is not None:
-            self._updates.detach()
-        if self._reducer is not None:
-            self._reducer.close(give_up=lost)
-        self._updates = self._reducer = None
-        if arrangement is None:
-            return
-        self._arrangement = arrangement
+    def _arrange(self, arrangement: Arrangement) -> None:
+        """Take steps in another arrangement from now on."""
+        syncs = self._reducer.enabled
+        self._release()
         alone = self._group is None and arrangement.barrier
         buckets = (
             [] if alone else message_params([layer.params for layer in self._layers], arrangement.k, self._bucket_bytes)
@@ -384,33 +383,43 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         self._queue = WeightGradientQueue(InLine(), self._byte_budget)
         if not arrangement.barrier:
             self._updates = AveragedUpdates(self.module, self._optimizer, self._reducer)
+        self._arrangement = arrangement
+
+    def _release(self) -> None:
+        """End the arrangement: apply what is pending, and remove the hooks from parameters."""
+        is_lost = self._settle()
+        if self._updates is not None:
+            self._updates.detach()
+        self._reducer.close(discard=is_lost)
+        self._updates, self._reducer = None, _no_reducer()
 
     # In forward and backward
 
-    def _split(self, watch: StepWatch | None) -> AbstractContextManager[Any]:
+    def _intercepted(self, watch: StepWatch | None) -> AbstractContextManager[Any]:
+        """Return the context of a forward in which the calls of some layers are split, for this arrangement."""
         if watch is not None:
-            return Watched(WeightGradientQueue(watch), self._layers)
+            return calls_by_layer(WeightGradientQueue(watch), self._layers)
         held = {n: layer.module for n, layer in enumerate(self._layers[: self._arrangement.k]) if layer.can_wait}
         if not held or self._updates is None:
             return nullcontext()
         return HeldBack(self._queue, held, self._updates.resolve)
 
-    def _watch_backward(self, watch: StepWatch, result: Any) -> None:
-        for made in flat_leaves(result):
-            if isinstance(made, torch.Tensor) and made.requires_grad and not made.is_leaf:
-                made.register_hook(lambda _: watch.backward_begins())
+    def _tell_of_backward(self, watch: StepWatch, result: Any) -> None:
+        """Tell the watch when a backward comes from the loss to what the model has returned."""
+        for output in flat_leaves(result):
+            if isinstance(output, torch.Tensor) and output.requires_grad and not output.is_leaf:
+                output.register_hook(lambda _: watch.backward_begins())
 
     def _before_adding(self, p: nn.Parameter) -> None:
-        """An update that was decided with a gradient must be done before anything is added to it."""
+        """Apply the pending update of a parameter, which uses its gradient, before a backward adds to that."""
         if self._updates is not None:
             self._updates.resolve(p)
 
     def _settle(self) -> bool:
-        """Applies what is pending; says whether that could not be done because a rank is lost."""
+        """Apply what is pending; return whether a rank is lost, so that some updates had to be left out."""
         try:
             self.flush()
-            if self._reducer is not None:
-                self._reducer.wait()
+            self._reducer.wait()
         except LostPeerError as error:
             if self._updates is not None:
                 self._updates.discard()
@@ -419,9 +428,14 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         return False
 
     def _attached(self) -> Reducer:
-        if self._reducer is None:
+        if not self.is_attached:
             raise GradweaveError("this DataParallel is detached; wrap the model again")
         return self._reducer
+
+
+def _no_reducer() -> Reducer:
+    """Return the reducer of no parameters, which a detached DataParallel has."""
+    return Reducer([], None)
 
 
 def _check_options(
@@ -430,7 +444,7 @@ def _check_options(
     if policy not in POLICIES:
         raise ArgumentError("policy", policy, f"use one of {', '.join(POLICIES)}")
     if k is not None and policy != "reverse_first_k":
-        raise ArgumentError("k", k, 'is for policy="reverse_first_k"')
+        raise ArgumentError("k", k, 'use it with policy="reverse_first_k"')
     if isinstance(k, str) and k != "all":
         raise ArgumentError("k", k, "give a number of layers, 'all', or None")
     if isinstance(k, int) and k < 0:
@@ -452,7 +466,7 @@ def _size_of(group: dist.ProcessGroup | None) -> int:
 
 
 def _with_own_names(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    """A module that has the wrapper inside loads what it has saved: names without ``module.``."""
+    """Let a module that has the wrapper inside load what it has saved: names without ``module.``."""
     for name in [name for name in state if name.startswith(prefix)]:
         state[f"{prefix}module.{name.removeprefix(prefix)}"] = state.pop(name)
 

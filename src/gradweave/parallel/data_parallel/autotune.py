@@ -1,9 +1,10 @@
-"""Finding out whether, and how far, holding weight gradients back makes steps faster."""
+"""The search for the fastest arrangement of steps: measured, simulated, tried."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from statistics import median
 
 import torch
@@ -22,20 +23,21 @@ from gradweave.schedule.policies import plan
 from gradweave.schedule.timeline import Timeline
 
 WORTH_TRYING = 0.03
-"""Share of a step that must be won, by prediction, before steps are spent on trying it."""
+"""Share of a step that an arrangement must win by prediction before steps are spent on trying it."""
 TRIAL_RULES = TrialRules(warm_up=4, timed=4, rounds=2, most=0.99)
-"""Fewer rounds than elsewhere, since a simulation proposes what is tried; messages of a turn reach into the next."""
+"""Fewer rounds than elsewhere, since the simulation proposes the candidate; a longer warm-up, since the messages of a
+turn reach into the next."""
 _WATCHED_STEPS = 4
 _SIMULATED_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How steps are arranged.
+    """An order of the tasks of a step.
 
     Attributes:
-        barrier: Whether backward ends with all gradients averaged, and updates in stock order.
-        k: How many layers have their weight gradients held back to the end of backward.
+        barrier: Whether backward ends with all gradients averaged, and updates run in stock order.
+        k: Number of first layers whose weight gradients are held back to the end of backward.
     """
 
     barrier: bool
@@ -51,15 +53,33 @@ class Arrangement:
 STOCK = Arrangement(barrier=True)
 
 
+class State(Enum):
+    """State of a :class:`~gradweave.DataParallel`.
+
+    LEARNING is one step in stock order, in which the order of the layers is observed. It becomes SETTLED if the user
+    has given the arrangement, or if there is one rank; otherwise MEASURING, for a few steps in stock order. MEASURING
+    becomes TRYING if the simulator promises a faster arrangement that is to be confirmed, otherwise SETTLED. TRYING, in
+    which the arrangements take turns, becomes SETTLED.
+
+    Every state becomes LEARNING when other parameters are trained, and DETACHED, for good, by ``detach()``.
+    """
+
+    LEARNING = auto()
+    MEASURING = auto()
+    TRYING = auto()
+    SETTLED = auto()
+    DETACHED = auto()
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator says of two ways to take steps.
+    """Result of simulating steps in stock order and in the best arrangement.
 
     Attributes:
         stock: Seconds of a step in stock order.
-        best: Seconds of the best arrangement found.
-        arrangement: That one.
-        ratio: Seconds of communication for one of computation.
+        best: Seconds of a step in the best arrangement found.
+        arrangement: The best arrangement found.
+        ratio: Seconds of communication per second of computation.
     """
 
     stock: float
@@ -71,7 +91,19 @@ class Prediction:
 def simulate(
     costs: Costs, link: Link, replicas: int, bucket_bytes: int, byte_budget: int | None, k: int | None = None
 ) -> tuple[Prediction, Timeline]:
-    """Predicts steps in stock order and with the best k, or the one given."""
+    """Simulate steps in stock order and with weight gradients held back.
+
+    Args:
+        costs: Costs of the layers.
+        link: The link between the replicas.
+        replicas: Number of replicas.
+        bucket_bytes: Bytes at which a message is full.
+        byte_budget: Bytes that held-back weight gradients may keep alive; None for no bound.
+        k: Number of layers to hold back; None for the number that the simulator finds best.
+
+    Returns:
+        The prediction, and the timeline of the best arrangement.
+    """
     graph = data_parallel(costs, replicas=replicas, link=link, steps=_SIMULATED_STEPS)
     stock = plan(graph, policy="ddp", bucket_bytes=bucket_bytes).simulate()
     schedule = plan(graph, policy="reverse_first_k", k=k, bucket_bytes=bucket_bytes, byte_budget=byte_budget)
@@ -83,23 +115,23 @@ def simulate(
     return Prediction(stock.step_time, best.step_time, chosen, ratio), best
 
 
-class Choice:
-    """Watches steps, simulates, tries, and decides, the same on all ranks.
+class Tuner:
+    """Measures steps, simulates, tries, and decides, the same on all ranks.
 
     Args:
-        layers: Of the model, in the order of the forward.
-        optimizer: Whose steps.
-        group: Of the ranks that decide together.
-        device: Where they compute.
-        bucket_bytes: Of a message.
-        byte_budget: Of what is held back.
+        layers: The layers of the model, in the order of the forward.
+        optimizer: The optimizer that takes the steps.
+        group: The ranks that decide together.
+        device: The device that computes.
+        bucket_bytes: Bytes at which a message is full.
+        byte_budget: Bytes that held-back weight gradients may keep alive; None for no bound.
         confirm: Try what the simulation proposes, and keep it only if it is faster.
 
     Attributes:
-        watch: What measures the steps that are now taken; None when measuring is over.
-        reason: What was found so far.
-        is_made: Whether the choice is final.
-        arrangement: What was chosen, or is being tried.
+        state: MEASURING, TRYING or SETTLED.
+        watch: Measures the steps while the state is MEASURING.
+        reason: Findings so far, for :meth:`~gradweave.DataParallel.explain`.
+        arrangement: The arrangement that is tried, or was chosen.
     """
 
     def __init__(
@@ -108,75 +140,81 @@ class Choice:
         optimizer: Optimizer,
         group: dist.ProcessGroup,
         device: torch.device,
+        *,
         bucket_bytes: int,
         byte_budget: int | None,
-        *,
         confirm: bool,
     ) -> None:
-        self._confirm = confirm
-        self.watch: StepWatch | None = StepWatch(layers, optimizer, device)
+        self.state = State.MEASURING
+        self.watch = StepWatch(layers, optimizer, device)
         self.reason = "measuring"
-        self.prediction: Prediction | None = None
-        self.is_made = False
         self.arrangement = STOCK
         self._group, self._device = group, device
         self._bucket_bytes, self._byte_budget = bucket_bytes, byte_budget
+        self._confirm = confirm
         self._trial: ABTrial[Arrangement] | None = None
 
-    def step_begins(self) -> Arrangement:
-        """How the step that begins now is to be taken."""
-        if self.is_made:
-            return self.arrangement
-        if self._trial is None:
+    def next_arrangement(self) -> Arrangement:
+        """Return the arrangement of the step that begins now."""
+        if self.state is State.MEASURING:
             return STOCK
-        self._trial.step_ended()
-        return self._trial.current
+        if self._trial is not None:
+            self._trial.step_ended()
+            return self._trial.current
+        return self.arrangement
 
-    def agree(self) -> None:
-        """Decides as far as it can be; all ranks come here together, having taken as many steps."""
-        if self.watch is not None:
-            if self.watch.steps >= _WATCHED_STEPS:
-                self._propose(self.watch)
-        elif self._trial is not None and self._trial.is_over and not self.is_made:
-            slowest = self._slowest(self._trial.seconds())
-            stock, proposed = map(median, slowest)
-            paying = self._trial.paying(lambda _: slowest)
-            self.arrangement = paying[0] if paying else STOCK
-            self.is_made, self._trial = True, None
-            self.reason = f"{self.reason}; measured {1e3 * proposed:.1f} ms against {1e3 * stock:.1f} ms"
+    def agree(self) -> State:
+        """Decide what can be decided by now, and return the state.
+
+        All ranks call it in the same backward, after the replica check has found that they have taken equally many
+        steps: so all send the same messages here, and come to the next state at the same step.
+        """
+        if self.state is State.MEASURING and self.watch.steps >= _WATCHED_STEPS:
+            self._propose()
+        elif self._trial is not None and self._trial.is_over:
+            self._decide(self._trial)
+        return self.state
 
     def close(self) -> None:
-        """Lets go of what is watched."""
-        self._trial = None
-        if self.watch is not None:
+        """Remove the hooks of the measurement, if it goes on."""
+        if self.state is State.MEASURING:
             self.watch.close()
-            self.watch = None
+        self._trial = None
 
-    def _propose(self, watch: StepWatch) -> None:
-        costs, self.watch = watch.close(), None
-        agreed = [costs]
+    def _propose(self) -> None:
+        """End the measurement, and simulate the step that the first rank has measured over the link of all."""
+        agreed = [self.watch.close()]
         with naming_lost_peers("costs could not be agreed on"):
             dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
             link = measure_all_reduce(self._group, self._device, sum(c.parameter_bytes for c in agreed[0].layers))
         ranks = dist.get_world_size(self._group)
-        self.prediction, _ = simulate(agreed[0], link, ranks, self._bucket_bytes, self._byte_budget)
-        stock, best = self.prediction.stock, self.prediction.best
+        prediction, _ = simulate(agreed[0], link, ranks, self._bucket_bytes, self._byte_budget)
+        stock, best = prediction.stock, prediction.best
         self.reason = (
-            f"communication is {self.prediction.ratio:.2f} of computation; simulated {1e3 * best:.1f} ms a step "
+            f"communication is {prediction.ratio:.2f} of computation; simulated {1e3 * best:.1f} ms a step "
             f"against {1e3 * stock:.1f} ms in stock order"
         )
-        self.arrangement = self.prediction.arrangement
         if not self._confirm:
-            self.is_made = True
+            self.state, self.arrangement = State.SETTLED, prediction.arrangement
         elif best > (1 - WORTH_TRYING) * stock:
-            self.is_made, self.arrangement = True, STOCK
+            self.state, self.arrangement = State.SETTLED, STOCK
         else:
+            self.state, self.arrangement = State.TRYING, prediction.arrangement
             ways, clock = [STOCK, self.arrangement], DeviceClock(self._device)
             self._trial = ABTrial(ways, clock, rules=TRIAL_RULES, each_step=True)
 
+    def _decide(self, trial: ABTrial[Arrangement]) -> None:
+        """End the trial, and keep what was tried if it pays on the slowest rank."""
+        slowest = self._slowest(trial.seconds())
+        stock, proposed = map(median, slowest)
+        paying = trial.paying(lambda _: slowest)
+        self.arrangement = paying[0] if paying else STOCK
+        self.state, self._trial = State.SETTLED, None
+        self.reason = f"{self.reason}; measured {1e3 * proposed:.1f} ms against {1e3 * stock:.1f} ms"
+
     def _slowest(self, seconds: list[list[float]]) -> list[list[float]]:
-        """Return, on all ranks, the longest time that any of them took, by way and round."""
-        together = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        """Return the longest time of any rank, by way and round; the same on all ranks."""
+        times = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         with naming_lost_peers("times could not be agreed on"):
-            dist.all_reduce(together, dist.ReduceOp.MAX, group=self._group)
-        return together.tolist()
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._group)
+        return times.tolist()

@@ -1,4 +1,4 @@
-"""What can be trained data-parallel; everything else is refused before anything is changed."""
+"""Requirements of data-parallel training, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gradweave.errors import UnsupportedError
 
 
 def check(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ArgumentError or UnsupportedError for what the user must change."""
+    """Raise ArgumentError or UnsupportedError for a model or an optimizer that cannot be trained data-parallel."""
     require_module(model)
     require_optimizer(
         optimizer,
@@ -35,12 +35,12 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
     refuse_conflicts(Technique.DATA_PARALLEL, model=model, optimizer=optimizer)
     refuse_copies(model)
     if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise UnsupportedError("DistributedDataParallel", "it averages gradients by itself", "give its module")
+        raise UnsupportedError("DistributedDataParallel", "it averages gradients by itself", "give its module instead")
     refuse_compiled(model, remedy="give the plain model, or use DistributedDataParallel")
     require_owned(model, optimizer)
     params = list(model.parameters())
     if not any(p.requires_grad for p in params):
-        raise UnsupportedError(type(model).__name__, "it has no parameter that is trained")
+        raise UnsupportedError(type(model).__name__, "it has no parameter that is trained", "set requires_grad on some")
     require_shapes(params)
     refuse_sharded(model)
     for tensor in (*params, *model.buffers()):
@@ -55,7 +55,7 @@ def check(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def refuse_averager(found: Averager) -> None:
-    """Raises: something else averages or shards what DataParallel averages."""
+    """Raise ReplicaError: gradients would be averaged twice."""
     raise ReplicaError(
         f"DataParallel: {found.name} averages or shards the gradients of this model too, and both together are wrong; "
         "use one of them: leave the model out of accelerator.prepare(), use no strategy of Lightning's that wraps it, "

@@ -1,4 +1,4 @@
-"""Updates without a barrier between steps: each bucket when its gradients are averaged and it is used again."""
+"""Updates without a barrier between steps: each bucket is updated when it is used again, with averaged gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradweave.parallel.data_parallel.reverse_first_k import HeldBack
 
 
 class AveragedUpdates:
-    """Deferred updates with the reducer's messages as buckets, which wait for these.
+    """Deferred updates whose buckets are the reducer's messages; an update waits for its own message only.
 
     Gradients stay where they are after ``step()``: reading one, or adding to it, has its update done first.
     """
@@ -29,11 +29,11 @@ class AveragedUpdates:
         self._updates = DeferredUpdates(model, optimizer, _AveragingRules(optimizer, reducer))
 
     def before_step(self, is_last: bool) -> None:
-        """Decide what is deferred; the optimizer's own update finds nothing to do for that."""
+        """Decide which updates are deferred; the optimizer's own step leaves those out."""
         self._updates.decide(self._updates.open_step(), is_last=is_last)
 
     def after_step(self) -> None:
-        """Close the step: what was decided is pending from here on."""
+        """Close the step: deferred updates are pending from here on."""
         self._updates.after_step()
 
     def resolve(self, p: nn.Parameter) -> None:
@@ -41,20 +41,20 @@ class AveragedUpdates:
         self._updates.pending.resolve(p)
 
     def flush(self) -> None:
-        """Apply everything that is pending."""
+        """Apply all pending updates."""
         self._updates.flush()
 
     def discard(self) -> None:
-        """Forget what is pending: weights stay as they are, and the optimizer's state."""
+        """Forget all pending updates; weights and the optimizer's state stay as they are."""
         self._updates.pending.discard()
 
     def detach(self) -> None:
-        """Apply what is pending and take every hook away."""
+        """Apply all pending updates and remove every hook."""
         self._updates.detach()
 
 
 class _AveragingRules(UpdateRules):
-    """Buckets are messages, and gradients are parts of them."""
+    """Rules by which buckets are messages, and gradients are parts of them."""
 
     name = "DataParallel"
     compile_remedy = "give DataParallel the plain model and do not compile it, or use DistributedDataParallel"
@@ -64,7 +64,7 @@ class _AveragingRules(UpdateRules):
         self._reducer = reducer
 
     def buckets(self, used: Sequence[nn.Parameter]) -> list[Bucket]:  # noqa: ARG002
-        """Return what of each message the optimizer updates."""
+        """Return a bucket for each message, with the parameters that the optimizer updates."""
         return with_groups(self._optimizer, [message.params for message in self._reducer.messages])
 
     def may_hold(self, gradient: torch.Tensor) -> bool:
@@ -83,7 +83,7 @@ class _AveragingRules(UpdateRules):
         self._reducer.wait_for(update.bucket.params)
 
     def due(self, update: Update, pending: Sequence[Update]) -> Iterator[Update]:
-        """Yield, until the gradients of an update arrive, those with gradients that have arrived; then the update."""
+        """Yield an update, after others whose gradients have arrived while its own are on their way."""
         if update.event is None and not self._has_arrived(update):
             for other in pending:
                 if self._has_arrived(update):
@@ -96,5 +96,5 @@ class _AveragingRules(UpdateRules):
         return self._reducer.message_of(update.bucket.params[0]).has_arrived
 
     def surroundings(self) -> AbstractContextManager[Any]:
-        """Return a context without the mode that looks at every function of a forward: an update is not part of it."""
+        """Return a context without the mode that intercepts a forward's calls: an update is not part of the forward."""
         return without_function_mode(HeldBack)

@@ -20,8 +20,8 @@ class Layer:
     Attributes:
         name: The module's name in the model.
         module: The module.
-        params: Its trained parameters; one that an earlier layer has too belongs to that layer.
-        can_wait: Whether its weight gradient can be computed apart from its input gradient.
+        params: Its trained parameters, without those that an earlier layer has too.
+        can_wait: Whether its weight gradient can be computed after its input gradient.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Layer:
 
     @property
     def size(self) -> int:
-        """Bytes of its gradients."""
+        """Bytes of the layer's gradients."""
         return sum(map(bytes_of, self.params))
 
 
 class UseOrder:
-    """The order in which the modules of a model run, observed by hooks."""
+    """The order in which the modules of a model run, observed by hooks during one forward or more."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners = [(n, m) for n, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None]
@@ -56,8 +56,8 @@ class UseOrder:
     def numbers(self) -> list[int]:
         """Return the numbers of all layers in the order in which they ran.
 
-        A layer that did not run follows the one that the model has before it. So does a module with weights that
-        another module uses, such as the output projection of an attention layer, which is its child.
+        A layer that did not run follows the layer that the model has before it. So does a module whose weights another
+        module uses without calling it, such as the output projection of an attention layer, which is its child.
         """
         ordered = list(self._used)
         for number in range(len(self._owners)):

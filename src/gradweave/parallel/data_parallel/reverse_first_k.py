@@ -24,29 +24,30 @@ _WITH_WEIGHTS = {
 class HeldBack(QueuedCalls):
     """Context of a forward whose backward computes the weight gradients of some layers last, first layer first.
 
-    Of the nodes that are ready, autograd runs the one made last: so the weights are tapped before the
-    forward begins, last layer first. That touches no weight: one whose update is pending stays so until
-    its layer comes to it. All other layers run stock.
+    All other layers run stock.
 
     Args:
         queue: Where weight gradients wait.
-        layers: Those that are held back, in the order of the forward, by number.
+        layers: The layers to hold back, in the order of the forward, by number.
         resolve: Brings a weight up to date whose update is pending.
     """
 
     def __init__(
         self, queue: WeightGradientQueue, layers: Mapping[int, nn.Module], resolve: Callable[[nn.Parameter], None]
     ) -> None:
+        # Of the nodes that are ready, autograd runs the one made last. So nodes that are made before the forward begins
+        # run after the chain of input gradients, and those made last layer first run first layer first.
         weights: dict[int, Any] = {n: (layers[n].weight, layers[n].bias) for n in sorted(layers, reverse=True)}
         self._resolve = resolve
         self._held = {id(weight) for weight, _ in weights.values()}
+        # Making a node touches no weight: one whose update is pending stays so until the forward comes to its layer.
         with no_torch_function():
             super().__init__(queue, weights)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As torch calls it; weights are brought up to date where they are used."""
+        """Run one of torch's functions; bring the weights that it uses up to date first."""
         kwargs = kwargs or {}
         if func not in _WITH_WEIGHTS:
             return func(*args, **kwargs)
@@ -59,15 +60,13 @@ class HeldBack(QueuedCalls):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class Watched(QueuedCalls):
-    """Context of a forward whose weight gradients come where they always do, each as a task of its layer.
+def calls_by_layer(queue: WeightGradientQueue, layers: Sequence[Layer]) -> QueuedCalls:
+    """Return the context of a forward whose weight gradients come in stock order, each as a task of its layer.
 
     Args:
         queue: Where they are computed.
-        layers: Of the model, in the order of the forward.
+        layers: The layers of the model, in the order of the forward.
     """
-
-    def __init__(self, queue: WeightGradientQueue, layers: Sequence[Layer]) -> None:
-        own = [(number, layer.module.weight) for number, layer in enumerate(layers) if layer.can_wait]
-        numbers = {id(weight): number for number, weight in own if isinstance(weight, torch.Tensor)}
-        super().__init__(queue, numbers=numbers, next_number=len(layers))
+    own = [(number, layer.module.weight) for number, layer in enumerate(layers) if layer.can_wait]
+    numbers = {id(weight): number for number, weight in own if isinstance(weight, torch.Tensor)}
+    return QueuedCalls(queue, numbers=numbers, next_number=len(layers))
