@@ -9,7 +9,7 @@ from pathlib import Path
 _TESTS = Path(__file__).parent
 _IMPORTED = [
     "torch", "torch.distributed", "torch._dynamo", "torch._dynamo.backends.debugging", "torch._functorch.aot_autograd",
-    "gradweave", "gradweave.optim",
+    "gradweave", "gradweave.optim", "pytest",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Stock order against candidates, by turns over the steps that a loop takes anyway; then the best one stays."""
+"""Timing of stock order and of candidates, in turns, over the steps that a loop takes anyway."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Way = TypeVar("Way")
 
 @dataclass(frozen=True)
 class TrialRules:
-    """How long a trial lasts, and what it takes to leave stock order.
+    """Length of a trial, and the margin by which a candidate must win.
 
     Attributes:
-        warm_up: Steps at the beginning of each turn that do not count: memory and caches are those of another way.
+        warm_up: Steps at the beginning of a turn that do not count, since memory and caches are those of another way.
         timed: Steps of each turn that count.
-        rounds: Turns that each way takes. One round says little on a busy machine.
+        rounds: Number of turns that each way takes. One round says little on a busy machine.
         most: Largest share of stock order's median time that a candidate may take. It must also be faster than stock
             order in every round.
     """
@@ -32,11 +32,11 @@ class TrialRules:
 
     @property
     def steps(self) -> int:
-        """Steps of a turn."""
+        """Number of steps of a turn."""
         return self.warm_up + self.timed
 
     def pays(self, candidate: Sequence[float], stock: Sequence[float]) -> bool:
-        """Return whether a candidate's seconds, by round, are worth leaving stock order for."""
+        """Return whether a candidate is worth leaving stock order for, by the seconds that each took in each round."""
         always = all(mine < other for mine, other in zip(candidate, stock, strict=True))
         return always and median(candidate) <= self.most * median(stock)
 
@@ -45,7 +45,7 @@ RULES = TrialRules()
 
 
 class Clock(Protocol):
-    """Moments of the device that computes."""
+    """Clock of the device that computes."""
 
     def now(self) -> Any:
         """Return this moment."""
@@ -55,7 +55,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's clock, read after all that the device was given is done."""
+    """The host's clock, read when the device has finished all of its work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,13 +72,16 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events on the device's current stream, so that the host need not wait; on a CPU, the host's clock."""
+    """The clock of a GPU, by events on its current stream; on a CPU, the host's clock.
+
+    The host does not wait for a moment, only for the time between two, which is read when the trial is over.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
     def now(self) -> Any:
-        """Return the moment at which the device comes to what it is given next."""
+        """Return the moment at which the device comes to the next kernel of its current stream."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -94,17 +97,17 @@ class DeviceClock:
 
 
 class ABTrial(Generic[Way]):
-    """Ways to take steps, the first of them stock order, take turns; each has as many turns as there are rounds.
+    """Trial in which several ways to take steps, the first of them stock order, take turns.
 
-    A loop of which only the ends of steps are seen calls :meth:`step_ended`. Where a part of a step counts, that part
-    is between :meth:`begin_step` and :meth:`end_step`.
+    Each way has one turn per round. A technique that sees only the ends of steps calls :meth:`step_ended`; a technique
+    that times a part of each step puts that part between :meth:`begin_step` and :meth:`end_step`.
 
     Args:
         ways: Stock order, then the candidates.
-        clock: Reads the time.
-        rules: How long turns are and what pays.
-        each_step: Read the clock at every counted step, rather than at the ends of a turn only: reading a clock that
-            waits for the device keeps the host from running ahead, which is a part of what is measured.
+        clock: The clock to read.
+        rules: Length of turns, and margin.
+        each_step: Read the clock at every counted step, not only at the ends of a turn. A clock that waits for the
+            device keeps the host from running ahead, which a step of the loop does: read it at the ends only.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class ABTrial(Generic[Way]):
 
     @property
     def is_over(self) -> bool:
-        """Whether all turns were taken."""
+        """Whether all turns are over."""
         return self._turn == len(self._turns)
 
     @property
@@ -136,17 +139,17 @@ class ABTrial(Generic[Way]):
         return self._turns[min(self._turn, len(self._turns) - 1)]
 
     def begin_step(self) -> None:
-        """Note that what counts of a step begins; doing so again before its end changes nothing."""
+        """Begin to time a step; a second call before its end changes nothing."""
         if not self.is_over and self._steps >= self.rules.warm_up and self._began is None:
             self._began = self._clock.now()
 
     def cancel_step(self) -> None:
-        """Forget the beginning of a step that has no end, such as a forward without a backward."""
+        """Forget the beginning of a step that will not end, such as a forward without a backward."""
         if self._each_step:
             self._began = None
 
     def end_step(self) -> None:
-        """Note that a step is over; a turn ends with its last step."""
+        """End a step; a turn ends with its last step."""
         if self.is_over:
             return
         self._steps += 1
@@ -158,12 +161,12 @@ class ABTrial(Generic[Way]):
             self._turn, self._steps = self._turn + 1, 0
 
     def step_ended(self) -> None:
-        """Note that a step is over, and that the next begins at once."""
+        """End a step, and begin the next at once."""
         self.end_step()
         self.begin_step()
 
     def seconds(self) -> list[list[float]]:
-        """Return seconds of a step, by way and round; rounds that are not over are left out.
+        """Return the seconds of a step, by way and round; turns that are not over are left out.
 
         A turn's steps count by their median if each was timed, and by their mean otherwise.
         """
@@ -179,7 +182,7 @@ class ABTrial(Generic[Way]):
         """Return the candidates that pay, fastest first.
 
         Args:
-            agree: Make the seconds the same on all ranks that decide together.
+            agree: Makes the seconds the same on all ranks that decide together; None for one rank.
         """
         seconds = self.seconds() if agree is None else agree(self.seconds())
         stock, *candidates = seconds

@@ -1,8 +1,8 @@
-"""The one rule by which work is put together into buckets: messages of gradients, and updates.
+"""The rule that puts layers together into buckets: messages of gradients, and updates.
 
 The simulator's messages, those that ``DataParallel`` sends and the updates of ``fuse`` are all made
-by this rule, so that what is simulated is what is run. It knows no tensors: a layer is whatever the
-caller gives, and so is its size.
+by this rule, so that the simulated step is the step that runs. It knows no tensors: layers and
+their sizes are the caller's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def readiness(layers: Sequence[T], k: int = 0) -> tuple[list[T], list[T]]:
-    """Return layers in the order in which backward has their weight gradients ready, as two runs.
+    """Return layers in the order in which backward computes their weight gradients, as two runs.
 
     The first run is that of backward, from the last layer to layer ``k``. The second is that of the
     first ``k`` layers, held back to the end of backward and then computed in the order of the forward.
@@ -23,11 +23,11 @@ def readiness(layers: Sequence[T], k: int = 0) -> tuple[list[T], list[T]]:
 
 
 def fill(run: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
-    """Put the layers of a run together, in their order, until a bucket holds ``limit`` bytes.
+    """Put the layers of a run into buckets, in their order, each filled up to ``limit`` bytes.
 
-    A layer is never divided: its gradients are ready together and needed together. A bucket may
-    therefore hold more than ``limit``, by less than its last layer. With a limit of 0 each layer has
-    a bucket of its own.
+    A layer is never divided, since its gradients are ready together and needed together. So a bucket
+    may hold more than ``limit``, by less than its last layer. With a limit of 0 each layer has a
+    bucket of its own.
     """
     buckets: list[list[T]] = []
     room = 0
@@ -43,7 +43,7 @@ def fill(run: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]
 def message_buckets(layers: Sequence[T], k: int, size: Callable[[T], int], limit: int) -> list[list[T]]:
     """Return the layers of each message of reverse first-k, in the order of sending; k=0 is plain backward.
 
-    No message has layers of both runs: what is held back is what the next forward needs first, and
-    must not make the message of another layer wait, nor travel behind that layer's bytes.
+    No message has layers of both runs: the layers that are held back are those that the next forward
+    needs first, and must neither make the message of another layer wait nor travel after its bytes.
     """
     return [bucket for run in readiness(layers, k) for bucket in fill(run, size, limit)]

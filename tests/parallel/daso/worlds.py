@@ -20,8 +20,8 @@ _NEW_NETWORK = 0x40000000
 class World:
     """Processes of a number of nodes, each with a number of ranks, that wait for scenarios.
 
-    A scenario is a function of a module of scenarios; each rank calls it with the arguments, and what it returns
-    comes back by rank.
+    A scenario is a function of a module, or the name of one in the module of scenarios; each rank calls it with the
+    arguments, and what it returns comes back by rank.
     """
 
     def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, scenarios="parallel.daso.scenarios"):
@@ -103,11 +103,12 @@ def _serve(connection, store, rank, size, folder, module, network):
     os.chdir(folder)
     while True:
         try:
-            name, arguments = connection.recv()
+            scenario, arguments = connection.recv()
         except EOFError:
             os._exit(0)
         try:
-            answer = True, getattr(scenarios, name)(**arguments)
+            function = scenario if callable(scenario) else getattr(scenarios, scenario)
+            answer = True, function(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
         connection.send(answer)

@@ -6,7 +6,7 @@ from parallel.daso.worlds import World
 @pytest.fixture(scope="package")
 def two(tmp_path_factory):
     """Two ranks."""
-    world = World(tmp_path_factory.mktemp("two"), 2, 1, scenarios="parallel.data_parallel.scenarios")
+    world = World(tmp_path_factory.mktemp("two"), 2, 1)
     yield world
     world.close()
 
@@ -14,6 +14,6 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="package")
 def four(tmp_path_factory):
     """Four ranks."""
-    world = World(tmp_path_factory.mktemp("four"), 4, 1, scenarios="parallel.data_parallel.scenarios")
+    world = World(tmp_path_factory.mktemp("four"), 4, 1)
     yield world
     world.close()

@@ -1,4 +1,4 @@
-"""Training loops of all kinds, by name; each takes one step, and returns what is worth comparing."""
+"""Steps of training loops of all kinds; each returns what is worth comparing."""
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ def adds_without_sync(model, wrapped, opt, kind, step):
     finish(opt)
 
 
-def reads_behind_step(model, wrapped, opt, kind, step):
+def reads_after_step(model, wrapped, opt, kind, step):
     backward(wrapped, kind, step)
     opt.step()
     seen = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -135,11 +135,7 @@ def two_heads(model, wrapped, opt, kind, step):
     finish(opt)
 
 
-BODIES = {
-    f.__name__: f
-    for f in (
-        keeps_gradients, replaces_gradient_data, adds_without_sync, reads_behind_step, never_clears, adds_a_layer,
-        two_heads,
-        reads_gradients, evaluates, two_backwards, two_forwards_first, clears_in_place, thaws, throws_away, scales,
-    )
-}  # fmt: skip
+LOOPS = (
+    keeps_gradients, replaces_gradient_data, adds_without_sync, reads_after_step, never_clears, adds_a_layer, two_heads,
+    reads_gradients, evaluates, two_backwards, two_forwards_first, clears_in_place, thaws, throws_away, scales,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Odd training loops, drawn at random, on two ranks; see ``daso.worlds``."""
+"""Odd training loops, drawn at random."""
 
 import random
 from contextlib import nullcontext, suppress
@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradweave.errors import GradweaveError
 from gradweave.parallel.data_parallel import DataParallel
 from parallel.data_parallel.models import loss_of, optimizer_of, weights
-from parallel.data_parallel.scenarios import ByHand
+from parallel.data_parallel.ways import ByHand
 
 STEPS = 10
 GRADIENTS = ("one", "one", "one", "two backwards", "accumulates", "two forwards first", "thrown away", "in closure")
@@ -168,7 +167,7 @@ class Loop:
             self.seen.append(self.model[4].weight.grad.clone())
 
 
-def _ends(steps, options, optimizer, norms, way):
+def end_of(steps, options, optimizer, norms, way):
     model = small(norms)
     opt = optimizer_of(model.parameters(), optimizer)
     if way == "ours":
@@ -202,75 +201,3 @@ class _Averaged(ByHand):
         if torch.is_grad_enabled():
             return super().forward(x)
         return self.module(x)
-
-
-def loops(*, seeds):
-    """Runs each beside DistributedDataParallel; those that end otherwise."""
-    wrong = []
-    for seed in seeds:
-        steps, options, optimizer, norms = program(seed)
-        (ours, said), (theirs, they_said) = (_ends(steps, options, optimizer, norms, way) for way in ("ours", "ddp"))
-        same = len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        if said != they_said or not same:
-            wrong.append((seed, options, optimizer, norms, steps, said, they_said))
-    return wrong
-
-
-def apart(*, what, at, policy, norms):
-    """One rank does something else in one step; in which step each hears of it, and what."""
-    model = small(norms)
-    opt = optimizer_of(model.parameters(), "adamw")
-    trained = DataParallel(model, opt, timeout=30, **policy)
-    alone = dist.get_rank() == 1
-    heard = None
-    for step in range(STEPS):
-        try:
-            loss_of(trained, "mlp", step, dist.get_rank()).backward()
-        except GradweaveError as error:
-            heard = step, str(error)
-            break
-        odd = alone and step == at
-        rate = opt.param_groups[0]["lr"]
-        if odd and what == "fails in a step":
-            fails(opt)
-        elif not (odd and what == "leaves out a step"):
-            if odd and what == "has another rate":
-                opt.param_groups[0]["lr"] = 2 * rate
-            opt.step()
-        opt.zero_grad()
-        if odd and what == "loads other weights":
-            trained.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
-        if odd and what == "changes a weight":
-            with torch.no_grad():
-                model[3].weight[0, 0] += 1e-3
-    trained.detach()
-    dist.barrier()
-    return heard
-
-
-def trains_others(*, layers, timeout):
-    """A layer, or none, that a rank begins to train behind two steps: when and what each hears, and what it has."""
-    model = small(True)
-    model.requires_grad_(False)
-    model[-1].requires_grad_(True)
-    opt = optimizer_of(model.parameters(), "sgd")
-    trained = DataParallel(model, opt, policy="no_barrier", timeout=timeout)
-    for step in range(5):
-        if step == 2 and layers[dist.get_rank()] is not None:
-            model[layers[dist.get_rank()]].requires_grad_(True)
-        try:
-            loss_of(trained, "mlp", step, dist.get_rank()).backward()
-        except GradweaveError as error:
-            trained.detach()
-            return step, type(error).__name__, str(error)
-        opt.step()
-        opt.zero_grad()
-    trained.detach()
-    return None
-
-
-def same(*, steps, options, optimizer, norms):
-    """Whether a loop gives what DistributedDataParallel gives."""
-    (ours, said), (theirs, they_said) = (_ends(steps, options, optimizer, norms, way) for way in ("ours", "ddp"))
-    equal = len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    return equal and said == they_said

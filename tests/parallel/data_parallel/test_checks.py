@@ -2,7 +2,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import gradweave
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
@@ -130,3 +133,17 @@ def test_one_rank_trains_as_if_it_were_not_there(policy):
             optimizer.zero_grad()
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*results)
+
+
+def test_sharded_and_wrapped_models_are_refused(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(3, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(UnsupportedError, match="FSDP"):
+            DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 3))
+        with pytest.raises(UnsupportedError, match="averages gradients by itself"):
+            DataParallel(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    finally:
+        dist.destroy_process_group()

@@ -4,6 +4,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from gradweave._runtime.deferred.pending_gradient import PendingGradient
 from gradweave.errors import GradweaveError
@@ -19,7 +20,7 @@ def reducer_of(model, **options):
     return Reducer([[part.weight] for part in reversed(model)], None, **options)
 
 
-def test_gradients_are_pending_behind_backward_and_right_when_looked_at():
+def test_gradients_are_pending_after_backward_and_right_when_looked_at():
     model = chain()
     model(torch.ones(2, 3)).sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
@@ -49,7 +50,7 @@ def test_waiting_for_one_leaves_the_others():
     assert [isinstance(p.grad, PendingGradient) for p in model.parameters()] == [True, False, True, True]
 
 
-def test_what_nobody_has_used_has_no_gradient():
+def test_an_unused_parameter_has_no_gradient():
     model = chain()
     reducer_of(model)
     model[:2](torch.ones(2, 3)).sum().backward()
@@ -81,7 +82,7 @@ def test_adding_to_what_is_on_its_way_waits_for_it():
     assert all(torch.equal(p.grad, 2 * e) for p, e in zip(model.parameters(), once, strict=True))
 
 
-def test_gradients_that_somebody_keeps_are_not_overwritten():
+def test_gradients_that_the_loop_keeps_are_not_overwritten():
     model = chain()
     reducer_of(model)
     model(torch.ones(2, 3)).sum().backward()
@@ -95,7 +96,7 @@ def test_gradients_that_somebody_keeps_are_not_overwritten():
     assert not any(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
 
 
-def test_memory_is_used_again_where_nobody_keeps_it():
+def test_memory_that_the_loop_does_not_keep_is_used_again():
     model = chain()
     reducer_of(model)
     places = set()
@@ -131,3 +132,41 @@ def test_nothing_is_kept_alive():
         assert message() is None
     finally:
         gc.enable()
+
+
+def test_a_backward_that_has_failed_is_an_error_until_another_one_has_ended():
+    model = chain()
+    reducer = reducer_of(model)
+    loss = model(torch.ones(2, 3)).sum()
+
+    def fail(_):
+        raise ValueError("as the test wants it")
+
+    hook = model[0].weight.register_hook(fail)
+    with pytest.raises(ValueError, match="as the test wants it"):
+        loss.backward(retain_graph=True)
+    with pytest.raises(GradweaveError, match="the last backward failed with 3 of 4 messages"):
+        reducer.check_ended()
+    hook.remove()
+    model.zero_grad()
+    loss.backward()
+    reducer.check_ended()
+    assert all(message.is_on_its_way for message in reducer.messages)
+
+
+def test_a_backward_inside_of_a_backward_has_a_round_of_its_own():
+    model = chain()
+
+    def loss():
+        out = checkpoint(model[1:3], model[0](torch.ones(2, 3)), use_reentrant=True)
+        return model[3](out).square().sum()
+
+    loss().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    rounds = []
+    reducer = reducer_of(model, begins=lambda: rounds.append(1))
+    loss().backward()
+    reducer.check_ended()
+    assert len(rounds) == 3  # of the outer backward up to the checkpoint, of the inner one, and of the rest
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))

@@ -198,14 +198,11 @@ class DataParallel(nn.Module, AccumulatingAttachment):
     def no_update(self) -> Iterator[None]:
         """Return a context in which backwards only accumulate: for all micro-batches of a step but the last."""
         before = self._attached().enabled
-        self._set_syncs(False)
+        self._reducer.enabled = False
         try:
             yield
         finally:
-            self._set_syncs(before)
-
-    def _set_syncs(self, enabled: bool) -> None:
-        self._reducer.enabled = enabled
+            self._reducer.enabled = before
 
     def flush(self) -> None:
         """Apply all updates that step() has left pending; reading a weight applies the update of that weight."""
@@ -379,7 +376,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             buckets, self._group, dtype=self._dtype, barrier=arrangement.barrier, begins=self._backward_begins,
             accumulates=self._before_adding,
         )  # fmt: skip
-        self._set_syncs(syncs)
+        self._reducer.enabled = syncs
         self._queue = WeightGradientQueue(InLine(), self._byte_budget)
         if not arrangement.barrier:
             self._updates = AveragedUpdates(self.module, self._optimizer, self._reducer)

@@ -190,7 +190,8 @@ class Reducer:
         self._next = 0
         self._round = NO_BACKWARD
         """Number of the backward whose messages are being sent."""
-        self._round_end = BackwardEnd(self._end_round)
+        # Weakly: a reducer that is closed is freed at once, with the memory of its messages.
+        self._round_end = BackwardEnd(partial(_end_round, weakref.ref(self)))
         self._message_of = {id(p): message for message in self.messages for p in message.params}
         self._nodes: list[Any] = []
         self._hooks: list[Any] = []
@@ -284,7 +285,7 @@ class Reducer:
         self._next = message.number + 1
         message.send(self._group)
 
-    def _end_round(self, backward: int) -> None:
+    def end_round(self, backward: int) -> None:
         """Send the messages that wait for unused parameters: with sums of earlier backwards, or with nothing."""
         if backward != self._round:  # a backward inside this one has sent everything, and no gradient came after it
             return
@@ -297,6 +298,11 @@ class Reducer:
         self._round, self._next = NO_BACKWARD, 0
         if self._barrier:
             self.wait()
+
+
+def _end_round(reducer: weakref.ref[Reducer], backward: int) -> None:
+    if (found := reducer()) is not None:
+        found.end_round(backward)
 
 
 def _wait_for(message: weakref.ref[Message]) -> None:

@@ -1,0 +1,21 @@
+"""Replicas that hold the same on all ranks."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradweave.parallel.data_parallel.replicas import BufferBroadcast
+
+
+def broadcasts_buffers():
+    model = nn.Module()
+    model.register_buffer("value", torch.full((3,), float(dist.get_rank())))
+    model.register_buffer("count", torch.tensor(7 + dist.get_rank()))
+    BufferBroadcast(model, dist.group.WORLD).run()
+    return {name: value.clone() for name, value in model.named_buffers()}
+
+
+def test_all_ranks_have_the_buffers_of_the_first(two):
+    shared = two.run(broadcasts_buffers)
+    assert all(torch.equal(shared[rank]["value"], torch.zeros(3)) for rank in range(2))
+    assert all(shared[rank]["count"].item() == 7 for rank in range(2))
