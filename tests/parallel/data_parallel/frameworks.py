@@ -1,6 +1,6 @@
-"""What ranks do in tests of data parallel beside other wrappers; see ``daso.worlds``.
+"""Training in DataParallel together with other wrappers, in any order.
 
-Each way gives the weights at the end, or what was said, if that was before a weight had changed.
+Each function runs on every rank. It returns the weights at the end, or the error, if that came before a weight changed.
 """
 
 import os
@@ -22,7 +22,7 @@ EPOCHS, BATCH, IMAGES = 3, 8, 32
 
 
 class Points(Dataset):
-    """Of which each rank has its own."""
+    """A data set, another one on each rank."""
 
     def __init__(self, rank):
         generator = torch.Generator().manual_seed(rank)
@@ -62,7 +62,7 @@ def by_ddp():
 
 
 def _tried(way, model):
-    """What the way gives; what was said instead, if weights are what they were."""
+    """Return the result of a way, or the error that it raises; the error begins with "too late" if a weight changed."""
     before = weights(model)
     warnings.simplefilter("ignore")
     try:
@@ -77,7 +77,7 @@ def _tried(way, model):
 
 
 def _as_torchrun():
-    """What the launcher of the test leaves out and frameworks look for."""
+    """Set the variables of torchrun that frameworks look for."""
     os.environ |= {
         "LOCAL_RANK": str(dist.get_rank()), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
         "TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
@@ -102,7 +102,7 @@ def in_torch(*, order):
         elif order == "DDP around the model, before the wrapper":
             trained = DistributedDataParallel(model)
             DataParallel(model, optimizer)
-        elif order == "DDP around the model, behind the wrapper":
+        elif order == "DDP around the model, after the wrapper":
             DataParallel(model, optimizer)
             trained = DistributedDataParallel(model)
         elif order == "DDP that is not used":
@@ -123,7 +123,7 @@ def in_torch(*, order):
             own = {"k": 2} if "reverse" in order else {}
             trained = DataParallel(model, optimizer, policy=order.rpartition(", ")[2], **own)
             trained = torch.compile(trained, backend="aot_eager")
-        elif order == "torch.compile of the model, behind the wrapper":
+        elif order == "torch.compile of the model, after the wrapper":
             trained = DataParallel(model, optimizer, policy="no_barrier")
             model.compile(backend="aot_eager")
         elif order == "FSDP around the wrapper":

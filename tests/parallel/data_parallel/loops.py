@@ -96,7 +96,7 @@ def replaces_gradient_data(model, wrapped, opt, kind, step):
 
 
 def adds_without_sync(model, wrapped, opt, kind, step):
-    """What is the same on all ranks needs no averaging."""
+    """Add a gradient that is the same on all ranks, and needs no averaging."""
     backward(wrapped, kind, step)
     with wrapped.no_sync():
         sum(p.square().sum() for p in model.parameters()).backward()

@@ -1,4 +1,4 @@
-"""What is trained in tests of data parallel."""
+"""Models, batches and optimizers for tests of DataParallel."""
 
 import torch
 import torch.distributed as dist

@@ -16,19 +16,19 @@ STEPS = 10
 GRADIENTS = ("one", "one", "one", "two backwards", "accumulates", "two forwards first", "thrown away", "in closure")
 BEFORE = ("", "", "", "clips", "clips by value", "reads a norm", "halves", "looks for a sharper place")
 UPDATE = ("steps", "steps", "steps", "steps", "leaves out", "fails first", "steps twice")
-BEHIND = (
+AFTER = (
     "", "", "evaluates", "evaluates in training", "changes the rate", "freezes", "thaws", "clamps", "saves", "loads",
     "forgets its state", "loads its state", "looks", "reads a gradient",
 )  # fmt: skip
 CLEARS = ("clears", "clears", "clears", "clears in place", "does not clear")
 APART = ("leaves out a step", "fails in a step", "loads other weights", "has another rate", "changes a weight")
-"""What one rank does and the other does not."""
+"""Deviations of one rank from the other."""
 
 
 def program(seed):
     """A loop: for each step what is done, and what it is made of."""
     draw = random.Random(seed)
-    steps = [[draw.choice(part) for part in (GRADIENTS, BEFORE, UPDATE, BEHIND, CLEARS)] for _ in range(STEPS)]
+    steps = [[draw.choice(part) for part in (GRADIENTS, BEFORE, UPDATE, AFTER, CLEARS)] for _ in range(STEPS)]
     policy = draw.choice(
         [{"policy": "in_order"}, {"policy": "no_barrier"}, {"policy": "auto"}, {"policy": "reverse_first_k", "k": 2},
          {"policy": "reverse_first_k", "k": "all"}]
@@ -57,7 +57,7 @@ def fails(opt):
 
 
 class Loop:
-    """Takes the steps of a program."""
+    """Loop that takes the steps of a program."""
 
     def __init__(self, model, trained, opt):
         self.model, self.trained, self.opt = model, trained, opt
@@ -74,14 +74,14 @@ class Loop:
     def sync(self, syncs):
         return nullcontext() if syncs else self.trained.no_sync()
 
-    def take(self, gradients, before, update, behind, clears):
+    def take(self, gradients, before, update, after, clears):
         if gradients == "in closure" and update in ("steps", "fails first"):
             self.opt.step(self.closure)
         else:
             self.gradients(gradients)
             self.before(before)
             self.update(update)
-        self.behind(behind)
+        self.after(after)
         if clears != "does not clear":
             self.opt.zero_grad(set_to_none=clears == "clears")
 
@@ -136,7 +136,7 @@ class Loop:
         if how == "steps twice":
             self.opt.step()
 
-    def behind(self, what):
+    def after(self, what):
         if what.startswith("evaluates"):
             self.trained.train("training" in what)
             with torch.no_grad():

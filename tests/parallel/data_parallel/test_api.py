@@ -39,7 +39,7 @@ POLICIES = [
 def train(
     *, kind="mlp", optimizer="sgd", steps=6, way="ours", clip=None, accumulate=1, schedule=False, look=False, **options
 ):
-    """A plain loop; weights after every step."""
+    """Train; return everything that is compared with DistributedDataParallel."""
     model = make(kind)
     opt = optimizer_of(model.parameters(), optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 2, 0.5)
@@ -147,7 +147,7 @@ def test_four_ranks_stay_together(four, policy):
 
 
 def low_precision(*, way, **options):
-    """Gradients travel as bfloat16."""
+    """Train with gradients that travel as bfloat16; return the weights."""
     model = make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
     if way == "by hand":
@@ -254,7 +254,7 @@ def test_checkpoints_inside_of_a_backward(two, policy):
 
 
 def orders(*, k):
-    """In which order gradients come, and which weights are pending when the last layer is reached."""
+    """Return the order in which gradients come, and which weights are pending as each layer begins."""
     model = make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
     linears = [module for module in model if isinstance(module, nn.Linear)]
@@ -282,7 +282,7 @@ def test_the_first_layers_come_last_and_updates_wait_for_their_use(two, k, expec
 
 
 def holds(*, byte_budget):
-    """The most that held-back gradients have kept alive, and the weights at the end."""
+    """Return the most bytes that held-back gradients have kept alive, and the weights at the end."""
     model = make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
     wrapped = DataParallel(model, opt, policy="reverse_first_k", k="all", byte_budget=byte_budget)
@@ -301,7 +301,7 @@ def test_a_byte_budget_is_kept(two):
 
 
 def auto(*, steps=40):
-    """A link that costs next to nothing."""
+    """Train over a link that costs next to nothing; return the findings."""
     model = make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
     wrapped = DataParallel(model, opt)
@@ -357,7 +357,7 @@ def test_an_arrangement_that_is_searched_for_is_measured_tried_and_settled(two, 
 
 
 def resumes(*, at, steps, **options):
-    """A checkpoint taken in mid-run by its model's own names, and a plain model that goes on from it."""
+    """Take a checkpoint in mid-run; return the weights of the run, and of a new wrapper that goes on from it."""
     model = make("conv")
     opt = optimizer_of(model.parameters(), "adamw")
     wrapped = DataParallel(model, opt, **options)
@@ -430,7 +430,7 @@ def test_copies_of_the_wrapper_are_plain_models(two):
 
 
 def fails(*, when):
-    """A backward that fails before anything was sent, or behind the first message; then another one."""
+    """Let a backward fail before or after the first message; return its error, and that of the next forward."""
     model = make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
     wrapped = DataParallel(model, opt, policy="no_barrier", bucket_bytes=1)
@@ -469,7 +469,7 @@ def test_a_backward_that_fails_cannot_go_on(two, when):
 
 
 def differs():
-    """Models that are not the same on all ranks."""
+    """Wrap a model of another size on each rank; return the error."""
     model = nn.Linear(3, 2 + dist.get_rank())
     try:
         DataParallel(model, optimizer_of(model.parameters(), "sgd"))
@@ -498,7 +498,7 @@ def test_options_that_differ_are_refused(two):
 
 
 def in_parts():
-    """Two groups of two ranks, each with a wrapper of its own; then a group of all."""
+    """Train in two groups of two ranks; return the weights."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     rank = dist.get_rank()
     model = make("conv")

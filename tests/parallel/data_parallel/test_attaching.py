@@ -1,4 +1,4 @@
-"""Attaching leaves nothing behind where it fails, nor where it is undone; ranks that differ are refused on all."""
+"""An attach that fails or is undone leaves no trace; ranks that differ are refused on all ranks."""
 
 import gc
 import subprocess
@@ -22,7 +22,7 @@ def _open():
 
 
 def uses(*, policy, times=6):
-    """Open files and threads behind the first use, and behind more."""
+    """Return the numbers of open files and threads after each of several uses."""
     counts = []
     gc.disable()  # what is left for the collector would be freed at some time, or never
     try:
@@ -55,7 +55,7 @@ def test_detach_ends_what_it_had_open(ranks, policy):
 
 
 def _traces(model, opt):
-    """Whatever attaching leaves on a model and its optimizer."""
+    """Return everything that attaching may leave on a model and its optimizer."""
     found = []
     for module in model.modules():
         found += [f"{name}: {len(value)}" for name, value in vars(module).items() if name.endswith("hooks") and value]
@@ -69,7 +69,7 @@ def _traces(model, opt):
 
 
 class Failing:
-    """Lets the n-th call of any function that attaching may need fail."""
+    """Context in which the n-th call of any function that attaching may need fails."""
 
     PLACES = (
         (nn.Module, "register_forward_pre_hook"), (nn.Module, "register_load_state_dict_post_hook"),
@@ -108,7 +108,7 @@ def small():
 
 
 def fails_at_every_step(*, own_groups):
-    """Attaches with a failure at the first call, at the second, and so on; what is left, and that it still trains."""
+    """Attach with a failure at the first call, at the second, and so on; return the traces, then train."""
     model = small()
     opt = optimizer_of(model.parameters(), "adamw")
     group, places = (None, Failing.GROUPS) if own_groups else (dist.group.WORLD, Failing.PLACES)
@@ -144,7 +144,7 @@ def test_an_attach_that_fails_at_any_step_leaves_nothing_behind(ranks, own_group
 
 
 def refuses(*, what):
-    """One rank has something else than the other; what each hears."""
+    """Wrap something else on one rank; return the error and what is left."""
     rank = dist.get_rank()
     model = make("mlp")
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -186,7 +186,7 @@ def test_what_differs_between_ranks_is_refused_on_all(ranks, what, on_first, on_
 
 
 class Coupled(torch.optim.SGD):
-    """Divides all gradients by their common norm."""
+    """Optimizer that divides all gradients by their common norm."""
 
     def step(self, closure=None):
         norm = torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()

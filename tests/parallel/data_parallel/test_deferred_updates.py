@@ -9,7 +9,7 @@ from gradweave.parallel.data_parallel.reducer import Reducer
 
 
 class OnItsWay:
-    """A message that arrives when somebody waits for it, or has asked often enough."""
+    """Work of a message that completes when it is waited for, or has been asked about often enough."""
 
     def __init__(self, asked=1000):
         self.left = asked
@@ -23,7 +23,7 @@ class OnItsWay:
 
 
 def stepped(count, each=lambda model: None):
-    """A chain of layers behind its second step, each in a message of its own, the last layer's first."""
+    """Return a chain of layers after its second step, each in a message of its own, the last layer's first."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,7 +60,7 @@ def test_an_update_is_done_once_whenever_its_gradients_arrive(asked):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
-def test_a_gradient_that_somebody_keeps_can_be_read_later():
+def test_a_gradient_that_the_loop_keeps_can_be_read_later():
     kept = []
     model, _, updates = stepped(2, lambda model: kept.append(model[1].weight.grad))
     updates.flush()

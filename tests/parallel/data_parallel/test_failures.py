@@ -25,7 +25,7 @@ def doomed(tmp_path):
 
 
 def dies(*, policy, limit):
-    """The second rank dies in its third step; what the first hears of it, and after how long."""
+    """Let the second rank die in its third step; return the error of the first, and after how long it came."""
     model = make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
     options = {"k": 2} if policy == "reverse_first_k" else {}
@@ -65,7 +65,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others(doomed, policy):
 
 
 def runs_out(*, limit):
-    """The second rank has fewer batches than the first."""
+    """Give the second rank fewer batches than the first; return the error."""
     model = make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
     wrapped = DataParallel(model, opt, policy="no_barrier", timeout=limit)

@@ -1,4 +1,4 @@
-"""Beside other wrappers, in every order: what DistributedDataParallel gives, or an error before a weight changes."""
+"""With other wrappers, in every order: the results of DistributedDataParallel, or an error before a weight changes."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ CASES = [
     (in_torch, {"order": "DDP around a module that has the wrapper"}, COMPANY),
     (in_torch, {"order": "the wrapper around DDP"}, AT_ONCE),
     (in_torch, {"order": "DDP around the model, before the wrapper"}, COMPANY),
-    (in_torch, {"order": "DDP around the model, behind the wrapper"}, COMPANY),
+    (in_torch, {"order": "DDP around the model, after the wrapper"}, COMPANY),
     (in_torch, {"order": "DDP that is not used"}, EQUAL),
     (in_torch, {"order": "fully_shard of the wrapper"}, COMPANY),
     (in_torch, {"order": "fully_shard of the model"}, COMPANY),
@@ -40,7 +40,7 @@ CASES = [
     (in_torch, {"order": "torch.compile of the wrapper, no_barrier"}, EQUAL),
     (in_torch, {"order": "torch.compile of the wrapper, reverse_first_k"}, EQUAL),
     (in_torch, {"order": "torch.compile of the wrapper, auto"}, EQUAL),
-    (in_torch, {"order": "torch.compile of the model, behind the wrapper"}, EQUAL),
+    (in_torch, {"order": "torch.compile of the model, after the wrapper"}, EQUAL),
     (in_accelerate, {"order": "prepare(optimizer), then the wrapper"}, EQUAL),
     (in_accelerate, {"order": "the wrapper, then prepare(optimizer)"}, EQUAL),
     (in_accelerate, {"order": "the wrapper, then prepare(wrapper)"}, COMPANY),

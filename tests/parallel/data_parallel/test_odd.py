@@ -1,4 +1,4 @@
-"""Odd loops on two ranks: what DistributedDataParallel gives bit for bit; where ranks part, an error on both."""
+"""Odd loops give what DistributedDataParallel gives, bit for bit; ranks that diverge raise an error on both."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def ranks(tmp_path_factory):
 
 
 def loops(*, seeds):
-    """Runs each beside DistributedDataParallel; those that end otherwise."""
+    """Run each loop, also with DistributedDataParallel; return those that end otherwise."""
     wrong = []
     for seed in seeds:
         steps, options, optimizer, norms = program(seed)
@@ -52,7 +52,7 @@ POLICIES = [{"policy": "in_order"}, {"policy": "no_barrier"}, {"policy": "auto"}
 
 
 def apart(*, what, at, policy, norms):
-    """One rank does something else in one step; in which step each hears of it, and what."""
+    """Let one rank deviate in one step; return the step in which each raises, and the error."""
     model = small(norms)
     opt = optimizer_of(model.parameters(), "adamw")
     trained = DataParallel(model, opt, timeout=30, **policy)
@@ -101,7 +101,7 @@ def test_ranks_that_part_hear_the_same_error_soon(ranks, what, policy, at, norms
 
 
 def trains_others(*, layers, timeout):
-    """A layer, or none, that a rank begins to train behind two steps: when and what each hears, and what it has."""
+    """Let each rank begin to train a layer, or none, after two steps; return the step and the error that it raises."""
     model = small(True)
     model.requires_grad_(False)
     model[-1].requires_grad_(True)

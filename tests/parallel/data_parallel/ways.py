@@ -12,7 +12,7 @@ from gradweave.parallel.data_parallel import DataParallel
 
 
 class ByHand(nn.Module):
-    """Averages after every backward, parameter by parameter, the way DistributedDataParallel does it."""
+    """Wrapper that averages after every backward, parameter by parameter, as DistributedDataParallel in effect does."""
 
     def __init__(self, model, dtype=None):
         super().__init__()

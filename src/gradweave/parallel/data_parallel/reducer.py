@@ -205,9 +205,9 @@ class Reducer:
 
     def _watch(self, message: Message, place: int, p: nn.Parameter) -> None:
         """Hook a parameter before its gradient is accumulated, and after all hooks of the user's."""
-        # The node that accumulates the gradient lives only as long as a graph or somebody else refers to it, and its
-        # hooks with it: so it is kept. A hook of the node runs after the parameter's post-accumulate-grad hooks, which
-        # see and may change the gradient before it is averaged, as with DistributedDataParallel.
+        # The node that accumulates the gradient, and its hooks, live only as long as something refers to it; autograd
+        # makes another one for the next graph. So it is kept here. Its hooks run after the parameter's hooks of all
+        # kinds, which see and may change the gradient before it is averaged, as with DistributedDataParallel.
         node = get_gradient_edge(p).node
         self._nodes.append(node)
         self._hooks.append(p.register_hook(partial(self._before_accumulation, message, weakref.ref(p))))
@@ -261,8 +261,8 @@ class Reducer:
     def _accumulated(self, message: Message, place: int, *_: Any) -> None:
         if not self.enabled:
             return
-        # Torch tells nobody when a backward begins, only, by its number, which one runs: the first gradient begins a
-        # round. It also ends one that a failed backward has left open.
+        # Torch has no hook for the begin of a backward, but a number for the one that runs: its first gradient begins a
+        # round. That also drops the round that a failed backward has left open.
         running = self._round_end.note()
         if running != self._round:
             self._begin_round(running)
