@@ -98,7 +98,7 @@ def test_states_from_open_to_closed(device):
     assert pipe.state is PipelineState.CLOSED
     assert not pipe.is_attached
     pipe.close()
-    with pytest.raises(GradweaveError, match="this pipeline is closed: make another one"):
+    with pytest.raises(GradweaveError, match="this pipeline is closed, make another one"):
         pipe.step(*batch("mlp"))
 
 
@@ -124,4 +124,4 @@ def test_it_explains_its_plan(device):
     assert pipe.explain() == pipe.plan.explain()
     assert "8 layers on 1 ranks, 2 micro-batches; predicted 48 s a step" in pipe.explain()
     pipe.detach()
-    assert pipe.explain() == "this pipeline is closed: make another one"
+    assert pipe.explain() == "detached: this pipeline is closed, make another one"

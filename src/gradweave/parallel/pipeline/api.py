@@ -57,7 +57,7 @@ class PipelineState(Enum):
 
 _OVER = {
     PipelineState.FAILED: "this pipeline has stopped after an error: restart from a checkpoint, or make another one",
-    PipelineState.CLOSED: "this pipeline is closed: make another one",
+    PipelineState.CLOSED: "detached: this pipeline is closed, make another one",
 }
 
 
