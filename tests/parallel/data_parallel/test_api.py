@@ -356,6 +356,29 @@ def test_an_arrangement_that_is_searched_for_is_measured_tried_and_settled(two, 
     assert after == "DETACHED"
 
 
+def test_an_arrangement_that_could_not_be_made_is_made_in_the_next_forward(monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    opt = optimizer_of(model.parameters(), "sgd")
+    wrapped = DataParallel(model, opt, policy="no_barrier")
+    wrapped(torch.ones(2, 3)).sum().backward()
+    finish(opt)
+
+    def fail(*_):
+        raise MemoryError("as the test wants it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gradweave.parallel.data_parallel.api.AveragedUpdates", fail)
+        with pytest.raises(MemoryError):
+            wrapped(torch.ones(2, 3))
+    assert "barrier before the update" in wrapped.explain()
+    for _ in range(2):
+        wrapped(torch.ones(2, 3)).sum().backward()
+        finish(opt)
+    assert wrapped.explain() == "1 rank(s), 1 message(s) a step, no barrier between steps"
+    assert isinstance(model[0].weight, PendingParameter)
+    wrapped.detach()
+
+
 def resumes(*, at, steps, **options):
     """Take a checkpoint in mid-run; return the weights of the run, and of a new wrapper that goes on from it."""
     model = make("conv")

@@ -187,7 +187,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         self._has_stepped = False
         if self._buffer_broadcast is not None and self.module.training and self._reducer.enabled:
             self._buffer_broadcast.run()
-        watch = self._tuner.watch if self._tuner is not None and self._state is State.MEASURING else None
+        watch = self._tuner.watch if self._tuner is not None else None
         with self._intercepted(watch):
             result = self.module(*args, **kwargs)
         if watch is not None:
@@ -325,11 +325,11 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         given = self._given_arrangement()
         self._order.close()
         if given is None and self._group is not None:
-            self._state = State.MEASURING
             self._tuner = Tuner(
                 self._layers, self._optimizer, self._group, self._device, bucket_bytes=self._bucket_bytes,
                 byte_budget=self._byte_budget, confirm=self._policy == "auto",
             )  # fmt: skip
+            self._state = self._tuner.state
         else:
             self._arrange(given or STOCK)
             self._state = State.SETTLED

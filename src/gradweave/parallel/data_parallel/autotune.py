@@ -129,7 +129,7 @@ class Tuner:
 
     Attributes:
         state: MEASURING, TRYING or SETTLED.
-        watch: Measures the steps while the state is MEASURING.
+        watch: Measures the steps while the state is MEASURING; None afterwards.
         reason: Findings so far, for :meth:`~gradweave.DataParallel.explain`.
         arrangement: The arrangement that is tried, or was chosen.
     """
@@ -146,7 +146,7 @@ class Tuner:
         confirm: bool,
     ) -> None:
         self.state = State.MEASURING
-        self.watch = StepWatch(layers, optimizer, device)
+        self.watch: StepWatch | None = StepWatch(layers, optimizer, device)
         self.reason = "measuring"
         self.arrangement = STOCK
         self._group, self._device = group, device
@@ -169,21 +169,22 @@ class Tuner:
         All ranks call it in the same backward, after the replica check has found that they have taken equally many
         steps: so all send the same messages here, and come to the next state at the same step.
         """
-        if self.state is State.MEASURING and self.watch.steps >= _WATCHED_STEPS:
-            self._propose()
+        if self.watch is not None and self.watch.steps >= _WATCHED_STEPS:
+            self._propose(self.watch)
         elif self._trial is not None and self._trial.is_over:
             self._decide(self._trial)
         return self.state
 
     def close(self) -> None:
         """Remove the hooks of the measurement, if it goes on."""
-        if self.state is State.MEASURING:
+        if self.watch is not None:
             self.watch.close()
-        self._trial = None
+        self.watch = self._trial = None
 
-    def _propose(self) -> None:
+    def _propose(self, watch: StepWatch) -> None:
         """End the measurement, and simulate the step that the first rank has measured over the link of all."""
-        agreed = [self.watch.close()]
+        costs, self.watch = watch.close(), None
+        agreed = [costs]
         with naming_lost_peers("costs could not be agreed on"):
             dist.broadcast_object_list(agreed, dist.get_global_rank(self._group, 0), group=self._group)
             link = measure_all_reduce(self._group, self._device, sum(c.parameter_bytes for c in agreed[0].layers))
