@@ -44,7 +44,7 @@ def loss_of(model, x, y):
 def train(
     make_optimizer, mode=None, steps=6, dtype=torch.float32, before_step=None, make_scheduler=None, cls=Net, **more
 ):
-    """Trains a fresh net; returns it with its optimizer, detached."""
+    """Train a new net; return it with its optimizer, detached."""
     model = make_net(dtype, cls)
     optimizer = make_optimizer(model)
     scheduler = make_scheduler(optimizer) if make_scheduler else None
@@ -63,7 +63,7 @@ def train(
 
 
 def assert_same(one, other):
-    """Parameters, buffers and optimizer state, bit for bit."""
+    """Assert that parameters, buffers and optimizer state are equal, bit for bit."""
     (model, optimizer), (other_model, other_optimizer) = one, other
     mine, theirs = model.state_dict(), other_model.state_dict()
     assert mine.keys() == theirs.keys()
@@ -85,5 +85,5 @@ def adamw(model):
 
 
 def announce_again():
-    """What has been said once in this process may be said again."""
+    """Let messages that were announced once in this process be announced again."""
     _logging._log_once.cache_clear()

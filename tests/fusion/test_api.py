@@ -174,7 +174,7 @@ def test_an_optimizer_over_part_of_a_model(mode):
 
 
 class Branches(Net):
-    """Leaves some parameters out of every other step."""
+    """Leaves some parameters unused in every other step."""
 
     def __init__(self):
         super().__init__()

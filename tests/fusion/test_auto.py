@@ -32,7 +32,7 @@ def run(mode, steps, before_step=None, micro=1, *, allow_backward=True):
 
 
 def clock(monkeypatch, seconds):
-    """Makes modes take the given times, in all rounds or by round, as far as auto can see."""
+    """Make trials measure the given seconds of each mode, one number for all rounds or one for each."""
 
     def measured(trial):
         return [takes if isinstance(takes, list) else [takes] * RULES.rounds for takes in map(seconds.get, trial.ways)]
@@ -90,7 +90,7 @@ def test_a_loop_that_accumulates_is_never_given_backward(monkeypatch):
     assert_same(trained, run(None, SETTLED, micro=2)[0])
 
 
-def test_what_was_chosen_is_said_once(monkeypatch, caplog):
+def test_the_choice_is_announced_once(monkeypatch, caplog):
     clock(monkeypatch, {"stock": 1.0, "forward": 0.71828, "backward": 2.0})
     with caplog.at_level(logging.INFO, logger="gradweave"):
         run("auto", SETTLED + 3)

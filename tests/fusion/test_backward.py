@@ -68,7 +68,7 @@ def test_any_later_read_raises(fused, read):
 
 
 def test_gradients_are_freed_while_backward_goes_on():
-    """At most one bucket's gradients are alive at a time, once the first step is over."""
+    """At most one bucket's gradients are alive at a time after the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -92,7 +92,7 @@ def test_gradients_are_freed_while_backward_goes_on():
 
 
 def test_a_model_may_be_compiled_where_gradients_are_gone():
-    """As it is for evaluation, behind a step and before the next zero_grad()."""
+    """For evaluation, for example, between a step and the next zero_grad()."""
 
     def run(mode):
         torch._dynamo.reset()
@@ -161,7 +161,7 @@ def test_several_losses_and_retain_graph_with_no_update():
 
 
 def test_a_skipped_step_is_noticed(fused):
-    """A loop that calls step() only sometimes would silently train on: the weights have moved already."""
+    """A loop that skips step() would train on silently, since the weights have changed already."""
     model, optimizer, _ = fused
     warm_up(model, optimizer)
     x, y = next(batches(1))
@@ -273,7 +273,7 @@ def test_a_failure_before_any_update_changes_nothing(fused):
 
 
 class UsesWeightAgain(Net):
-    """Uses a weight a second time, detached: its gradient does not wait for that use."""
+    """Uses a weight a second time, detached, so that its gradient does not wait for that use."""
 
     def forward(self, x):
         hidden = self.inner(x)

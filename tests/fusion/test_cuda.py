@@ -1,4 +1,4 @@
-"""Fusion on a GPU: streams, events, memory. The CPU tests hold there too; these are what only a GPU shows."""
+"""Fusion on a GPU: streams, events and memory, which CPU tests cannot show."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_gradient_scaling_with_infinities(form):
 
 
 def slow_side(fusion):
-    """Keeps the second stream busy, so that what is launched on it runs much later than what follows elsewhere."""
+    """Keep the second stream busy, so that its updates run much later than the main stream's next operations."""
     for side in fusion._engine._updates.pending._sides.values():
         with torch.cuda.stream(side):
             torch.cuda._sleep(20_000_000)

@@ -1,4 +1,4 @@
-"""An attach that fails, wherever it fails, leaves model and optimizer as they were."""
+"""An attach that fails at any point leaves model and optimizer as they were."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def traces(model, optimizer):
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward", "auto", "auto with backward"])
-def test_nothing_is_left_behind_wherever_it_fails(monkeypatch, mode):
+def test_a_failed_attach_leaves_nothing_attached(monkeypatch, mode):
     model = make_net()
     optimizer = adamw(model)
     before = traces(model, optimizer)

@@ -35,7 +35,7 @@ def fused():
 
 @pytest.fixture(scope="module")
 def expected():
-    """The same steps, stock."""
+    """The result of the same steps in stock order."""
     model = make_net()
     optimizer = adamw(model)
     take_steps(model, optimizer)
@@ -101,7 +101,7 @@ def test_a_function_transform_of_the_model_sees_the_update(fused, expected, tran
 
 
 class TakesOver(torch.Tensor):
-    """As quantised and masked tensors do: functions run without asking the other arguments' classes."""
+    """Runs functions without consulting the other arguments' classes, as quantised and masked tensors do."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

@@ -1,4 +1,4 @@
-"""Gradients behind step(), and loops that leave out steps: stock's result, or a refusal before it differs."""
+"""Gradients after step(), and loops that skip steps: the result of stock order, or a refusal before it differs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LONG = 1 + 2 * RULES.rounds * RULES.steps + 10
 
 @pytest.fixture(params=["forward", "auto", "auto that chose forward"])
 def mode(request, monkeypatch):
-    """What must be right whatever the loop does."""
+    """A mode in which a loop has the result of stock order, whatever it does."""
     if request.param == "auto that chose forward":
         monkeypatch.setattr(ABTrial, "paying", lambda _: ["forward"])
     return request.param.split()[0]
@@ -26,7 +26,7 @@ def sgd(model):
 
 
 def train(mode, odd, steps=LONG, make=adamw):
-    """Runs ``odd(i, model, optimizer, loss)`` behind each forward; it does the rest."""
+    """Run ``odd(i, model, optimizer, loss)`` after each forward; it does the rest of the step."""
     model = make_net()
     optimizer = make(model)
     fusion = fuse(model, optimizer, mode) if mode else None
@@ -44,7 +44,7 @@ def same(mode, odd, **more):
     assert_same(trained, expected)
 
 
-def test_they_can_be_read_behind_step(mode):
+def test_they_can_be_read_after_step(mode):
     def odd(i, model, optimizer, loss):
         optimizer.zero_grad()
         loss.backward()
@@ -54,7 +54,7 @@ def test_they_can_be_read_behind_step(mode):
     same(mode, odd)
 
 
-def test_they_can_be_changed_behind_step(mode):
+def test_they_can_be_changed_after_step(mode):
     def odd(i, model, optimizer, loss):
         loss.backward()
         optimizer.step()
@@ -66,7 +66,7 @@ def test_they_can_be_changed_behind_step(mode):
     same(mode, odd)
 
 
-def test_those_that_the_loop_has_kept_can_be_changed_behind_step(mode):
+def test_those_that_the_loop_has_kept_can_be_changed_after_step(mode):
     def odd(i, model, optimizer, loss):
         optimizer.zero_grad()
         loss.backward()
@@ -208,7 +208,7 @@ def test_gradients_that_are_parts_of_one_buffer(mode):
 
 
 def train_with_gradients_of_its_own(mode, start, *, of_one_buffer, **options):
-    """Gives gradients a place of their own from a step on, in which they are scaled between backward and step."""
+    """Moves gradients to its own buffer from some step on, and scales them there between backward and step."""
     model = make_net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     fusion = fuse(model, optimizer, mode, **options) if mode else None
@@ -233,7 +233,7 @@ def train_with_gradients_of_its_own(mode, start, *, of_one_buffer, **options):
 
 @pytest.mark.parametrize("of_one_buffer", [True, False])
 def test_gradients_that_the_loop_keeps(of_one_buffer):
-    """In backward mode they are refused in the first step, and left to step() later."""
+    """In backward mode they are refused in the first step, and left to step() in later ones."""
     with pytest.raises(GradweaveError, match=r"a \.grad is kept by the loop"):
         train_with_gradients_of_its_own("backward", 0, of_one_buffer=of_one_buffer)
     for start, mode, options in (

@@ -102,7 +102,7 @@ def test_a_tensor_lr_that_schedulers_change_in_place(mode):
 
 
 class Lion(optim.Optimizer):
-    """A third-party optimizer in the usual manner."""
+    """A third-party optimizer in the usual style."""
 
     def __init__(self, params, lr=0.001, beta=0.9):
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -136,7 +136,7 @@ def test_third_party_optimizers(cls, mode):
 
 
 class Plateau(optim.lr_scheduler.ReduceLROnPlateau):
-    """Told of a metric that never gets better."""
+    """Steps on a metric that never improves."""
 
     def __init__(self, optimizer):
         super().__init__(optimizer, patience=0, factor=0.5)

@@ -1,4 +1,4 @@
-"""What fusion puts on a second stream, and who waits for it: with streams that are played on the CPU."""
+"""Fusion's second stream, and the streams that wait for it, simulated on the CPU."""
 
 from contextlib import ExitStack, nullcontext
 
@@ -18,7 +18,7 @@ def races(monkeypatch):
 
 
 def train(fused=lambda *_: nullcontext(), before_forward=lambda model: None, before_step=lambda: None):
-    """Stock, or in the context that is made for a model and its optimizer."""
+    """Train in stock order, or in the context that ``fused`` returns for a model and its optimizer."""
     model = make_net()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
     with fused(model, optimizer):
@@ -32,7 +32,7 @@ def train(fused=lambda *_: nullcontext(), before_forward=lambda model: None, bef
 
 
 def forward_fused(races):
-    """As if on a GPU, where updates are launched and waited for."""
+    """Forward fusion as on a GPU, where updates are launched and waited for."""
 
     def fused(model, optimizer):
         fusion = fuse(model, optimizer, "forward")
@@ -44,7 +44,7 @@ def forward_fused(races):
     return fused
 
 
-def test_updates_run_on_a_second_stream_behind_gradients_and_in_front_of_uses(races):
+def test_updates_run_on_a_second_stream_after_gradients_and_before_uses(races):
     expected = train()
     assert_same(train(forward_fused(races)), expected)
     assert races.found == []
@@ -53,7 +53,7 @@ def test_updates_run_on_a_second_stream_behind_gradients_and_in_front_of_uses(ra
 
 
 def test_weights_that_another_stream_has_asked_for_first(races):
-    """The stream that goes on training waits with the one that asked."""
+    """The training stream waits together with the stream that uses the weight first."""
     other = torch.cuda.Stream()
 
     def look(model):

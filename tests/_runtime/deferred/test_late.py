@@ -1,4 +1,4 @@
-"""Gradients that are still to come, apart from who computes them."""
+"""Late gradients with a source that only records its calls."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from gradweave.fusion import fuse
 
 
 class Source:
-    """A gradient of ones that notes what it is asked."""
+    """A source of a gradient of ones that records its calls."""
 
     def __init__(self, like=None):
         self.like = torch.empty(3) if like is None else like.detach().clone()

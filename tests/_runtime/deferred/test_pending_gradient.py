@@ -30,7 +30,7 @@ def pending():
         lambda g: g.data, lambda g: g.clone(),
     ],
 )  # fmt: skip
-def test_whoever_looks_waits_once(use):
+def test_every_use_waits_once(use):
     gradient, waits = pending()
     assert isinstance(gradient, PendingGradient)
     use(gradient)

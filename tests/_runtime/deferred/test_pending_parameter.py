@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from _runtime.deferred.comparison import same
 from gradweave._runtime.deferred.pending_parameter import (
     PendingParameter,
     accumulate,
@@ -75,3 +76,34 @@ def test_what_a_backward_accumulates_is_added_to_what_it_shows():
     assert param.grad.tolist() == [1.0] * 3
     restore(param)
     assert param.grad.tolist() == [5.0] * 3
+
+
+def test_a_parameter_made_from_the_class_of_a_pending_one():
+    def make_another(i, model, *_):
+        made = type(model.head.weight)(torch.ones(2, 2))
+        assert type(made) is nn.Parameter
+        return made.sum().item()
+
+    same(make_another)
+
+
+def test_a_parameter_made_from_a_pending_one_shares_its_memory():
+    def tie(i, model, optimizer, x):
+        tied = nn.Parameter(model.head.weight)
+        assert type(tied) is nn.Parameter
+        assert tied.is_leaf
+        assert tied.data_ptr() == model.head.weight.data_ptr()
+        assert type(model.head.weight.detach()) is torch.Tensor
+        return tied.tolist()
+
+    same(tie)
+
+
+def test_a_pending_weight_that_is_swapped_for_another():
+    def swap(i, model, optimizer, x):
+        other = nn.Parameter(torch.ones_like(model.inner.weight))
+        if i == 4:
+            torch.utils.swap_tensors(model.inner.weight, other)
+        return other.detach().tolist()
+
+    same(swap)

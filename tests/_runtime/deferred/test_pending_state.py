@@ -1,0 +1,23 @@
+"""The state of an optimizer whose updates are pending."""
+
+import copy
+from collections import defaultdict
+
+from _runtime.deferred.comparison import LONG, same
+
+
+def test_a_state_that_is_replaced_while_updates_are_pending():
+    def reset(i, model, optimizer, x):
+        if i == 4:
+            optimizer.state = defaultdict(dict)
+
+    same(reset)
+    same(reset, mode="auto", steps=LONG)
+
+
+def test_the_state_of_an_optimizer_is_a_dictionary_like_any_other():
+    def look(i, model, optimizer, x):
+        state = optimizer.state
+        return [len(copy.copy(state)), len(state | {}), len({} | state), len(list(reversed(state))), state != {}]
+
+    same(look)
