@@ -75,10 +75,12 @@ def fuse(
     never = ""
     if is_two_phase(own):
         if mode == "backward" or allow_backward:
-            raise UnsupportedError(
-                type(own).__name__,
-                "decides over all gradients whether a step is taken, so that no update can begin in backward",
-                'use mode="forward"',
+            argument, value = ("mode", mode) if mode == "backward" else ("allow_backward", allow_backward)
+            raise ArgumentError(
+                argument,
+                value,
+                f"{type(own).__name__} decides over all gradients whether a step is taken, so that no update can begin "
+                'in backward; use mode="forward"',
             )
     else:
         try:
