@@ -39,9 +39,7 @@ LAYERS = (
 )
 """Bottom to top. A package imports from lower layers only; ``gradweave`` is the front door, ``__init__.py``."""
 
-UPWARD_OR_SIDEWAYS = {
-    ("parallel.daso.lending", "optim"): "recognises Eva's optimizers",
-}
+UPWARD_OR_SIDEWAYS: dict[tuple[str, str], str] = {}
 """Importing module and imported package, with the reason; both below ``gradweave``."""
 
 _VERSIONS = "versions of tensors tell who wrote to them"

@@ -1,4 +1,4 @@
-"""What must hold wherever ranks train replicas of a model: nothing else averages, and weights are equal."""
+"""Invariants of ranks that train replicas of a model: nothing else averages gradients, and weights are equal."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gradweave._runtime.module_hook import ModuleHook
 from gradweave.errors import GradweaveError
 
 LONGEST_PAUSE = 512
-"""Comparisons are made at rounds 0, 1, 2, 4, 8 and so on, and from here on at each multiple: each reads all weights."""
+"""Comparisons are made in rounds 0, 1, 2, 4, 8 and so on, and from here on at each multiple: each reads all weights."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 1021
-"""Words are summed up in columns of so many, which weigh differently: two that change places are noticed."""
+"""Words are summed up in this number of columns of different weight, so that swapped words are noticed."""
 _ODD = -7046029254386353131
-"""An odd factor without a pattern, which wraps around in 64 bits."""
+"""An odd factor without a pattern: multiplication by it modulo 2**64 loses no bits."""
 
 
 _UNKNOWN_CAUSE = (
@@ -32,7 +32,7 @@ _UNKNOWN_CAUSE = (
 
 
 class ReplicaError(GradweaveError):
-    """Replicas are not what they should be: their weights differ, or something else averages them too."""
+    """Replicas are not equal: their weights differ, or something else averages them too."""
 
 
 # Something else that averages
@@ -40,11 +40,11 @@ class ReplicaError(GradweaveError):
 
 @dataclass(frozen=True)
 class Averager:
-    """What averages or shards a model's gradients besides the technique that asks.
+    """A wrapper that averages or shards a model's gradients besides the technique that asks.
 
     Attributes:
         name: Its class, as its user knows it.
-        group: Over whose ranks; None where it does not say.
+        group: The ranks that it averages over; None if they are not known.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Averager:
 
 
 def averager_around(model: nn.Module) -> Averager | None:
-    """Return the wrapper inside of whose forward this is called, if it averages a parameter of the model.
+    """Return the wrapper inside whose forward this is called, if it averages a parameter of the model.
 
-    That a DistributedDataParallel was made of the model does no harm: it averages behind its own forwards only.
+    A DistributedDataParallel that was only constructed does no harm: it averages after its own forwards only.
     """
     wrapper = active_ddp()
     if wrapper is None or not torch.is_grad_enabled():
@@ -66,7 +66,7 @@ def averager_around(model: nn.Module) -> Averager | None:
 
 
 def averager_inside(model: nn.Module) -> Averager | None:
-    """Return what shards a model, or averages a part of it by itself."""
+    """Return the wrapper that shards a model, or averages a part of it."""
     for module in model.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             return Averager(type(module).__name__, module.process_group)
@@ -80,15 +80,15 @@ def averager_inside(model: nn.Module) -> Averager | None:
 
 
 class Lookout:
-    """Looks from inside of a model's forwards for something else that averages it, before it has.
+    """Lookout in a model's forwards for something else that averages it, before it does.
 
-    In the first forwards every module looks, since a wrapper may go past the model's own forward, as a Lightning
-    module does; later only the model itself.
+    In the first forwards every module looks, since a wrapper may bypass the model's own forward, as a Lightning module
+    does; later only the model itself does.
 
     Args:
-        model: Whose forwards.
-        refuse: Called with what was found; raises, unless it is right.
-        forwards: Of the model's modules, how many times each looks.
+        model: The model.
+        refuse: Called with the averager that was found; raises unless it is allowed.
+        forwards: Number of forwards in which each of the model's modules looks.
     """
 
     def __init__(self, model: nn.Module, refuse: Callable[[Averager], None], *, forwards: int = 3) -> None:
@@ -110,19 +110,19 @@ class Lookout:
             raise
 
     def look(self) -> None:
-        """Looks for what is around the code that calls this."""
+        """Look for a wrapper around the caller."""
         found = averager_around(self._model)
         if found is not None:
             self._refuse(found)
 
     def look_inside(self) -> None:
-        """Looks for what has been made of the model and its parts."""
+        """Look for wrappers of the model's parts."""
         found = averager_inside(self._model)
         if found is not None:
             self._refuse(found)
 
     def close(self) -> None:
-        """Looks no more."""
+        """Remove the hooks."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
@@ -145,12 +145,12 @@ class Lookout:
 
 
 def is_due(number: int) -> bool:
-    """Whether weights are to be compared at the n-th of what ranks do together: often at first, then now and then."""
+    """Return whether to compare weights in a round, counted from 0: often at first, then now and then."""
     return number & (number - 1) == 0 or number % LONGEST_PAUSE == 0
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return 64 bits that tell apart tensors which differ in any bit, of whatever type; stays on the device."""
+    """Return 64 bits, on the tensor's device, that almost certainly differ if any bit of the tensor does."""
     flat = tensor.detach()
     flat = (torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat).reshape(-1)
     words = flat.view(_WORDS[flat.element_size()])
@@ -164,16 +164,16 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Replicas:
-    """Compares the weights of all ranks of a group: one reduction per parameter, and one message of a few numbers.
+    """Comparison of the weights of a group's ranks: one reduction per parameter, and one message of a few numbers.
 
-    All ranks must come to a comparison at the same point of their program, between the same messages of the group:
-    count what they do together, such as gradients that were averaged, and not what each does by itself.
+    All ranks must make a comparison at the same point of their program, between the same messages of the group: count
+    events that they share, such as averages of gradients, not those of each rank.
 
     Args:
-        named: The parameters to compare, by name, as they are when asked; the same on all ranks.
-        group: Whose ranks; None for all of them.
-        of: What has them, for messages.
-        facts: What else should be the same on all ranks and may be the cause where weights differ, by name.
+        named: Return the parameters to compare, with names that are the same on all ranks.
+        group: The ranks; None for all.
+        of: Owner of the weights, for messages.
+        facts: Return settings that should be the same on all ranks, by name: possible causes of a difference.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Replicas:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Keeps what weights are now, for the next comparison; nothing waits for a GPU."""
+        """Keep digests of the present weights for the next comparison, without waiting for a GPU."""
         named = list(self._named())
         self._names = [name for name, _ in named]
         self._digests = None
@@ -203,7 +203,12 @@ class Replicas:
             self._digests = torch.stack([digest(p).to(device) for _, p in named])
 
     def compare(self, when: str, numbers: Mapping[str, int] | None = None) -> None:
-        """Raises the same error on all ranks if the weights that were taken last, or numbers by name, differ."""
+        """Raise ReplicaError on all ranks if weights or numbers differ.
+
+        Args:
+            when: Point in the training, for the message.
+            numbers: Numbers by name that must be the same on all ranks.
+        """
         numbers = numbers or {}
         given = torch.tensor(list(numbers.values()), dtype=torch.int64)
         if self._digests is None:
@@ -213,6 +218,7 @@ class Replicas:
             factors = 2 * torch.arange(len(self._names), device=self._digests.device) + 1
             weights = torch.stack([(self._digests * factors * _ODD).sum(), factors.sum()])
         mine = torch.cat([weights, given.to(weights.device)])
+        # The maximum of ~x is ~ of the minimum: one reduction yields both, and ranks are equal if these are.
         most = torch.cat([mine, ~mine])
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         most, least = most.cpu().chunk(2)
@@ -220,19 +226,19 @@ class Replicas:
             self._tell(when, numbers)
 
     def check(self, when: str) -> None:
-        """Compares weights as they are now."""
+        """Compare the present weights."""
         self.take()
         self.compare(when)
 
     def check_now_and_then(self) -> None:
-        """Counts a round and, in the first and once in a while, checks; call it before weights change in it."""
+        """Count a round, and check the weights if it is due; call this before they change in the round."""
         now = self._rounds
         self._rounds += 1
         if is_due(now):
             self.check(f"before update {now + 1}")
 
     def _tell(self, when: str, numbers: Mapping[str, int]) -> None:
-        """Finds out what differs, and raises."""
+        """Find out what differs, and raise ReplicaError."""
         own = dict(zip(self._names, [] if self._digests is None else self._digests.tolist(), strict=True))
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyone, (own, {**numbers, **self._facts()}), group=self._group)
@@ -273,7 +279,7 @@ def settings_of(optimizer: Optimizer) -> dict[str, str]:
 
 
 def _written(value: Any) -> str | None:
-    """A plain value as text; None for what is not the same text wherever it is the same."""
+    """Return a plain value as text; None for one whose text may differ although it is equal."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist()) if value.numel() < _ROW else None
     if isinstance(value, (list, tuple)):
@@ -283,7 +289,7 @@ def _written(value: Any) -> str | None:
 
 
 def _apart(told: list[dict[str, Any]]) -> Iterator[str]:
-    """The names of what is not the same everywhere, in the order of the first."""
+    """Yield the names whose values are not all equal, in order of their first appearance."""
     for name in {name: None for one in told for name in one}:
         if any(name not in one or one[name] != told[0].get(name) for one in told):
             yield name

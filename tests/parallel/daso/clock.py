@@ -1,4 +1,4 @@
-"""Timeouts without the time: a wait for one that will never answer ends once that is known, and no other does."""
+"""Timeouts without the time: a wait for a node ends once the node is known to be gone, and no earlier."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ from gradweave.parallel.daso import api
 
 
 class Clockless:
-    """A store on which the timeout of a wait is over as soon as all have come but those that are gone.
+    """A store on which a wait times out as soon as all nodes have come but those that are gone.
 
     Args:
-        store: What it stands for.
-        gone: Whether a node is.
-        members: Nodes that are asked at present.
+        store: The real store.
+        gone: Return whether a node is gone.
+        members: Return the nodes that take part at present.
     """
 
     def __init__(self, store, gone, members):
@@ -41,7 +41,7 @@ class Clockless:
 
 @contextmanager
 def without_a_clock():
-    """What a DASO made in here asks other nodes."""
+    """Context in which a DASO is made whose timeouts take no time; yields a function to be told of it."""
     made = []
 
     def members():
@@ -55,12 +55,12 @@ def without_a_clock():
 
 
 def leave_for_good(node):
-    """Tells that a node will not answer any more, or not in time."""
+    """Announce that a node will no longer answer, or not in time."""
     default_store().set(f"gone/{node}", "")
 
 
 def die_as(node):
-    """Ends this process at once."""
+    """Kill this process."""
     leave_for_good(node)
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,18 +1,54 @@
+"""Models and optimizers that DASO refuses, before any weight has changed."""
+
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from gradweave import compile, fuse
-from gradweave.errors import UnsupportedError
+from gradweave.errors import GradweaveError, UnsupportedError
 from gradweave.parallel.daso import DASO
 from gradweave.parallel.data_parallel import DataParallel
+from parallel.daso.training import TIMEOUT, make_batch, make_model, make_optimizer, one_step, setting, weights_of
+
+
+def refusals():
+    """What cannot be done, with the message; nothing may hang."""
+    said = {}
+
+    def refuse(name, make):
+        try:
+            make()
+            said[name] = None
+        except GradweaveError as error:
+            said[name] = str(error)
+
+    model, opt = setting()
+    refuse("world", lambda: DASO(DistributedDataParallel(model), opt))
+    refuse("optimizer", lambda: DASO(model, model))
+    refuse("lbfgs", lambda: DASO(model, torch.optim.LBFGS(model.parameters())))
+    refuse("mesh", lambda: DASO(model, opt, init_device_mesh("cpu", (4,), mesh_dim_names=("all",))))
+    daso = DASO(model, opt, timeout=TIMEOUT)
+    refuse("twice", lambda: DASO(model, opt))
+    daso.detach()
+    other = nn.Linear(2 + dist.get_rank() % 2, 1)
+    refuse("shapes", lambda: DASO(other, torch.optim.SGD(other.parameters(), lr=0.1), timeout=TIMEOUT))
+    sparse = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=0.1)
+    daso = DASO(sparse, optimizer, timeout=TIMEOUT)
+    refuse("sparse", lambda: sparse(torch.tensor([1])).sum().backward())
+    daso.detach()
+    return said
 
 
 def test_what_is_refused_names_argument_and_remedy(two_by_two):
-    for said in two_by_two.run("refusals").values():
+    for said in two_by_two.run(refusals).values():
         assert "DistributedDataParallel" in said["world"]
         assert 'process_group=mesh.get_group("local")' in said["world"]
         assert "torch.optim.Optimizer" in said["optimizer"]
@@ -90,3 +126,84 @@ def test_sharded_parameters_are_refused(tmp_path, monkeypatch):
             DASO(model, torch.optim.SGD(model.parameters(), lr=0.1))
     finally:
         dist.destroy_process_group()
+
+
+class _Around(nn.Module):
+    """As a Lightning module: it goes past the forward of the model that was given."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.net = model
+
+    def forward(self, x):
+        return self.net[2](self.net[1](self.net[0](x)))
+
+
+def averaged_twice(*, how):
+    """Something else that averages too: what is said, at which step, and whether weights had moved by then."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    local = mesh.get_group("local")
+    model = make_model()
+    opt = make_optimizer(model.parameters())
+    options = {"every": 3, "wait": 1, "timeout": TIMEOUT}
+    before, number, daso = weights_of(model), -1, None
+    try:
+        if how == "DDP first":
+            daso = DASO(DistributedDataParallel(model), opt, mesh, **options)
+        if how == "DDP of a part first":
+            model[2] = DistributedDataParallel(model[2], process_group=local)
+            daso = DASO(model, opt, mesh, **options)
+        daso = daso or DASO(model, opt, mesh, **options)
+        before, run = weights_of(model), model
+        if how == "evaluated under DDP":
+            with torch.no_grad():
+                DistributedDataParallel(model)(make_batch(0, 0)[0])
+        if how == "DDP that is not used":
+            unused = DistributedDataParallel(model)
+            assert unused.module is model
+        if how in ("DDP afterwards", "local DDP afterwards", "compiled under DDP", "part of a module under DDP"):
+            run = DistributedDataParallel(
+                torch.compile(model, backend="aot_eager") if "compiled" in how
+                else _Around(model) if "part" in how else model,
+                process_group=local if "local" in how else None,
+            )  # fmt: skip
+        if how.startswith("Accelerate"):
+            from accelerate import Accelerator
+
+            with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}):
+                run, opt = Accelerator(cpu=True).prepare(model, opt)
+        if how == "FSDP afterwards":
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        for number in range(4):
+            one_step(run, opt, number)
+    except GradweaveError as error:
+        said = str(error)
+    else:
+        said = None
+    moved = how != "FSDP afterwards" and not torch.equal(before, weights_of(model))
+    if daso is not None:
+        daso.detach()
+    return said, number, moved
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["DDP first", "DDP of a part first", "DDP afterwards", "local DDP afterwards", "compiled under DDP",
+     "part of a module under DDP", "Accelerate afterwards", "FSDP afterwards"],
+)  # fmt: skip
+def test_what_else_averages_is_found_before_it_has(two_by_two, how):
+    for said, number, moved in two_by_two.run(averaged_twice, how=how).values():
+        assert said is not None
+        assert "averages gradients already" in said
+        assert ("FSDP" if "FSDP" in how else "DistributedDataParallel") in said
+        assert number <= 0
+        assert not moved
+
+
+@pytest.mark.parametrize("how", ["evaluated under DDP", "DDP that is not used"])
+def test_wrappers_that_average_nothing_do_no_harm(two_by_two, how):
+    for said, number, moved in two_by_two.run(averaged_twice, how=how).values():
+        assert said is None
+        assert (number, moved) == (3, True)

@@ -1,7 +1,9 @@
 """Votes over a real store, from threads that stand for nodes."""
 
+import json
 import threading
 import time
+from dataclasses import asdict, replace
 from datetime import timedelta
 
 import pytest
@@ -9,8 +11,8 @@ import torch.distributed as dist
 
 from gradweave.errors import LostPeerError
 from gradweave.parallel.daso import consensus
-from gradweave.parallel.daso.cadence import Figures
-from gradweave.parallel.daso.consensus import Agreement, Connections, Verdict, Vote
+from gradweave.parallel.daso.consensus import Agreement, Connections, Verdict, VerdictCodec, Vote
+from gradweave.parallel.daso.rhythm import Figures
 from parallel.daso.clock import Clockless
 
 
@@ -32,7 +34,7 @@ def together(*calls):
 
 
 def nodes(count, timeout=15.0, gone=None):
-    """Nodes with a store; nobody waits for those that are gone, as if the timeout were over."""
+    """Nodes with a store; no node waits for those that are gone, as if the timeout were over."""
     store = dist.HashStore()
     if gone is not None:
         store = Clockless(store, gone.__contains__, lambda: agreements[0].members.nodes)
@@ -42,16 +44,16 @@ def nodes(count, timeout=15.0, gone=None):
     return agreements
 
 
-def test_all_have_it_so_it_counts():
+def test_an_exchange_that_all_nodes_have_counts():
     votes = [Vote(True, figures=Figures(seconds=s, compute=1.0, lr=0.1), state=3) for s in (2.0, 3.0, 4.0)]
     verdicts = together(*(lambda a=a, v=v: a.vote(0, v) for a, v in zip(nodes(3), votes, strict=True)))
-    assert all(verdict.as_list()[:5] == verdicts[0].as_list()[:5] for verdict in verdicts)
+    assert len({replace(verdict, figures=None) for verdict in verdicts}) == 1
     assert (verdicts[0].counted, verdicts[0].contributing, verdicts[0].state) == (True, 3, 3)
     assert (verdicts[0].figures.seconds, verdicts[0].figures.compute) == (2.0, 1.0)
     assert verdicts[0].alive == (0, 1, 2)
 
 
-def test_one_has_it_not_so_it_counts_for_nobody():
+def test_an_exchange_that_one_node_lacks_counts_for_none():
     first, second, third = nodes(3)
     verdicts = together(
         lambda: first.vote(0, Vote(True)), lambda: second.vote(0, Vote(False)), lambda: third.vote(0, Vote(True))
@@ -59,7 +61,7 @@ def test_one_has_it_not_so_it_counts_for_nobody():
     assert [(v.counted, v.alive) for v in verdicts] == [(False, (0, 1, 2))] * 3
 
 
-def test_one_never_answers_so_it_is_lost_and_the_late_one_learns_of_it():
+def test_a_node_that_does_not_answer_is_lost_and_learns_of_it_when_it_comes():
     first, second, third = nodes(3, gone=[2])
     verdicts = together(lambda: first.vote(0, Vote(True)), lambda: second.vote(0, Vote(True)))
     assert [(v.counted, v.alive) for v in verdicts] == [(False, (0, 1))] * 2
@@ -71,14 +73,14 @@ def test_one_never_answers_so_it_is_lost_and_the_late_one_learns_of_it():
     assert [(v.counted, v.contributing, v.done) for v in verdicts] == [(True, 2, False)] * 2
 
 
-def test_one_that_never_answers_is_waited_for_no_longer_than_the_timeout():
+def test_a_node_that_never_answers_is_waited_for_no_longer_than_the_timeout():
     first, _ = nodes(2, timeout=0.5)
     began = time.monotonic()
     assert first.vote(0, Vote(True)).alive == (0,)
     assert time.monotonic() - began > 1.2, "a timeout for its vote, and one and a half for the roll call"
 
 
-def test_one_that_hears_of_the_loss_a_timeout_later_is_not_left_behind(monkeypatch):
+def test_a_node_that_hears_of_the_loss_a_timeout_later_still_takes_part(monkeypatch):
     first, second, _ = nodes(3, timeout=20.0)
     clock, verdicts = Clock(), []
     later = threading.Thread(target=lambda: verdicts.append(second.vote(0, Vote(False))))
@@ -101,13 +103,13 @@ def test_one_that_hears_of_the_loss_a_timeout_later_is_not_left_behind(monkeypat
 
 
 class Clock:
-    """Instead of the module ``time``: a second passes as soon as somebody sleeps."""
+    """Stands for the module ``time``: a second passes as soon as a thread sleeps."""
 
     def __init__(self):
         self.now, self._due, self._lock = 0.0, [], threading.Lock()
 
     def at(self, when, call):
-        """Calls somebody at a time, who takes no longer than the next second does."""
+        """Make a call at a time; it takes no longer than the next second does."""
         self._due.append((when, call))
 
     def monotonic(self):
@@ -130,9 +132,27 @@ def test_what_differs_is_said():
     assert [(v.state, v.broken, v.contributing, v.done) for v in verdicts] == [(-1, 1, 1, True)] * 2
 
 
-def test_numbers_for_ranks_without_a_store():
-    verdict = Verdict(True, 2, False, 5, -1, Figures(1.0, 2.0, 3.0, 4.0, 5.0), (0, 2))
-    assert Verdict.from_list([*verdict.as_list(), -1.0]) == verdict
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Verdict(True, 2, False, 5, -1, Figures(1.0, 2.0, 3.0, 4.0, 5.0), (0, 2), 7),
+        Verdict(True, done=True, state=2**40, broken=2, alive=(0, 1, 2), steps=2**31, figures=Figures(*[0.5] * 5)),
+        Verdict(False, broken=consensus.OVERFLOW, figures=Figures(*[0.0] * 5)),
+    ],
+)
+def test_ranks_without_a_store_get_the_verdict_as_numbers(verdict):
+    codec = VerdictCodec(nodes=3)
+    encoded = codec.encode(verdict)
+    assert len(encoded) == codec.length
+    assert all(type(number) is float for number in encoded)
+    decoded = codec.decode(encoded)
+    assert decoded == verdict
+    assert [type(value) for value in vars(decoded).values()] == [type(value) for value in vars(verdict).values()]
+
+
+def test_a_verdict_goes_through_json():
+    verdict = Verdict(True, 2, figures=Figures(*[0.5] * 5), alive=(0, 2), steps=7)
+    assert Verdict.of(json.loads(json.dumps(asdict(verdict)))) == verdict
 
 
 def test_a_node_may_vote_on_two_exchanges_at_a_time():

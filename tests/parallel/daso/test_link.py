@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel.daso.faults import faulty
+from parallel.daso.training import train
 from parallel.daso.worlds import World
 
 _PATH = Path(__file__).parents[3] / "benchmarks" / "namespaces.py"
@@ -37,18 +39,18 @@ def link():
 @pytest.fixture
 def world(link, tmp_path):
     made = World(tmp_path, 2, 1, link=link)
-    # Once everybody is there, so that what is cut is training and not its start.
-    made.run("train", steps=3, every=1, wait=1)
+    # Once all are there, so that the training is cut and not its start.
+    made.run(train, steps=3, every=1, wait=1)
     yield made
     made.close()
 
 
 def faults(world, link, tmp_path, *, cut, seconds=100, **arguments):
     """How both sides end if the link is cut once they train, for so many seconds, or for good."""
-    world.ask("faulty", [0, 1], folder=str(tmp_path), every=2, wait=1, pause=0.1, **arguments)
+    world.ask(faulty, [0, 1], folder=str(tmp_path), every=2, wait=1, pause=0.1, **arguments)
     ends = time.monotonic() + seconds
     while not all((tmp_path / f"begun-{rank}").exists() for rank in (0, 1)):
-        assert time.monotonic() < ends, "nobody trains"
+        assert time.monotonic() < ends, "no rank trains"
         time.sleep(0.01)
     link.cut()
     restoring = threading.Timer(cut or 0.0, link.restore)
@@ -67,7 +69,7 @@ def test_a_short_cut_is_sat_out(link, world, tmp_path):
     assert torch.equal(found[0]["weights"], found[1]["weights"])
 
 
-def test_a_longer_one_counts_for_nobody_and_both_go_on(link, world, tmp_path):
+def test_a_longer_cut_counts_for_neither_side_and_both_go_on(link, world, tmp_path):
     found = faults(world, link, tmp_path, cut=9.5, steps=20, timeout=8, on_failure="continue")
     assert [result["ended"] for result in found.values()] == ["through"] * 2
     assert all(result["failed"] >= 1 for result in found.values())

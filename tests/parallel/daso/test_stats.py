@@ -1,10 +1,29 @@
-import pytest
+"""Statistics and timelines of a run."""
 
-from gradweave.parallel.daso.stats import Record, predict
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from gradweave.parallel.daso import DASO
+from gradweave.parallel.daso.stats import Stats, predict
+from parallel.daso.training import TIMEOUT, one_step, setting, train
+
+
+def timeline(*, folder):
+    model, opt = setting()
+    daso = DASO(model, opt, timeout=TIMEOUT, every=3, wait=1)
+    for step in range(20):
+        one_step(model, opt, step)
+    planned, measured = daso.timelines()
+    path = Path(folder) / f"{dist.get_rank()}.png"
+    daso.save_timeline(path)
+    daso.finish()
+    return [sorted({span.lane for span in t.spans}) for t in (planned, measured)], path.stat().st_size
 
 
 def test_a_picture_of_what_was_planned_and_measured(two_by_two, tmp_path):
-    for lanes, size in two_by_two.run("timeline", folder=str(tmp_path)).values():
+    for lanes, size in two_by_two.run(timeline, folder=str(tmp_path)).values():
         assert lanes == [["global link", "gpu0 main", "local link"], ["global link", "gpu0 main"]]
         assert size > 10_000
 
@@ -19,7 +38,7 @@ def test_the_simulator_knows_what_is_exposed(transfer, every, wait, expected):
 
 
 def test_figures(two_by_two):
-    for rank, result in two_by_two.run("train", steps=9, every=3, wait=1, payload="float32").items():
+    for rank, result in two_by_two.run(train, steps=9, every=3, wait=1, payload="float32").items():
         stats = result["stats"]
         exchanges = [2, 1][rank % 2]
         weights = 6 * 8 + 8 + 8 * 3 + 3
@@ -31,11 +50,11 @@ def test_figures(two_by_two):
 
 
 def test_waiting_is_not_part_of_a_step():
-    record = Record()
+    stats = Stats()
     for _ in range(4):
-        record.stepped()
-        record.waited(1000.0)
-    assert record.step_seconds < 0
-    record.paused()
-    record.stepped()
-    assert record.exposed == 4000.0
+        stats.stepped()
+        stats.waited(1000.0)
+    assert stats.step_seconds < 0
+    stats.paused()
+    stats.stepped()
+    assert stats.exposed == 4000.0

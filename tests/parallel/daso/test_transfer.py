@@ -24,20 +24,20 @@ def test_finite():
     assert not transfer.all_finite([torch.tensor([float("inf")]), torch.ones(1)])
 
 
-def test_what_is_sent_aside_is_made_before_and_used_behind_it(monkeypatch):
+def test_a_transfer_begins_after_its_vectors_and_ends_before_their_use(monkeypatch):
     """With streams that are played on the CPU."""
     races = Races(monkeypatch)
     with races:
         vector = nn.Parameter(torch.ones(4), requires_grad=False)
         with as_if_on_a_gpu():
-            aside = transfer._Aside([vector])
+            side = transfer._SideStream([vector])
         for _ in range(3):
             vector.mul_(2)
-            with aside.entered():
+            with side.entered():
                 total = vector * 3
-            with aside.again():
+            with side.again():
                 total.add_(1)
-            aside.join([total])
+            side.join([total])
             total + 0
             del total
     assert races.found == []

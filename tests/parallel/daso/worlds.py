@@ -1,4 +1,4 @@
-"""Real processes that stay for a whole module of tests and run one scenario after the other."""
+"""Real processes that live for a whole module of tests and run one scenario after the other."""
 
 import ctypes
 import importlib
@@ -13,18 +13,18 @@ from forked import Forked
 
 SECONDS = 100
 FRESH_AFTER = 20
-"""Scenarios until processes are replaced: each leaves groups behind, whose threads wake up a hundred times a second."""
+"""Scenarios until the processes are replaced: each leaves groups, whose threads wake up a hundred times a second."""
 _NEW_NETWORK = 0x40000000
 
 
 class World:
     """Processes of a number of nodes, each with a number of ranks, that wait for scenarios.
 
-    A scenario is a function of a module, or the name of one in the module of scenarios; each rank calls it with the
-    arguments, and what it returns comes back by rank.
+    A scenario is a function of any module, such as the test's own, that all ranks call. It may be given by its name in
+    the module ``scenarios``.
     """
 
-    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, scenarios="parallel.daso.scenarios"):
+    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, scenarios=None):
         self.size = nodes * places
         self._folder, self._tcp, self._link = Path(folder), tcp, link
         self._places, self._scenarios = places, scenarios
@@ -44,13 +44,13 @@ class World:
                 own["GLOO_SOCKET_IFNAME"] = network
             self._ranks.append(
                 Forked(
-                    _serve, store, rank, self.size, str(self._folder), self._scenarios, network,
+                    _serve, store, rank, self.size, str(self._folder), network,
                     environment=own, errors=str(self._folder / f"{rank}.err"),
                 )
             )  # fmt: skip
 
     def run(self, scenario, *, seconds=SECONDS, ranks=None, **arguments):
-        """What the scenario returns, by rank; an error is raised here, unless the rank was meant to die."""
+        """Return the results of a scenario, by rank; raise AssertionError with the tracebacks of ranks that failed."""
         asked = range(self.size) if ranks is None else ranks
         if self._runs >= FRESH_AFTER and ranks is None and self._link is None:
             self.close()
@@ -60,10 +60,15 @@ class World:
         return self.answers(asked, seconds)
 
     def ask(self, scenario, ranks, **arguments):
+        """Start a scenario on some of the ranks."""
+        named = isinstance(scenario, str)
+        # By name: a module that cannot be imported there is then an error of the scenario, not of the connection.
+        place = (self._scenarios, scenario) if named else (scenario.__module__, scenario.__qualname__)
         for rank in ranks:
-            self._ranks[rank].connection.send((scenario, arguments))
+            self._ranks[rank].connection.send((*place, arguments))
 
     def answers(self, ranks, seconds=SECONDS):
+        """Wait for the results of some of the ranks."""
         deadline, answers = time.monotonic() + seconds, {}
         for rank in ranks:
             connection = self._ranks[rank].connection
@@ -90,32 +95,30 @@ def _free_port():
         return probe.getsockname()[1]
 
 
-def _serve(connection, store, rank, size, folder, module, network):
+def _serve(connection, store, rank, size, folder, network):
     import torch
     import torch.distributed as dist
 
     if network is not None:
         _enter(network)
-    scenarios = importlib.import_module(module)
     sys.stdout = sys.stderr
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     os.chdir(folder)
     while True:
         try:
-            scenario, arguments = connection.recv()
+            module, name, arguments = connection.recv()
         except EOFError:
             os._exit(0)
         try:
-            function = scenario if callable(scenario) else getattr(scenarios, scenario)
-            answer = True, function(**arguments)
+            answer = True, getattr(importlib.import_module(module), name)(**arguments)
         except BaseException:
             answer = False, traceback.format_exc()
         connection.send(answer)
 
 
 def _enter(network):
-    """Goes over to a network namespace."""
+    """Move this process to a network namespace."""
     with Path(f"/var/run/netns/{network}").open() as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _NEW_NETWORK) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter {network}")

@@ -1,4 +1,4 @@
-"""What DASO can be attached to; everything else is refused before anything is changed."""
+"""Checks of a model and an optimizer, made before DASO changes anything."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from gradweave.parallel.daso.topology import Topology
 
 
 def check(model: nn.Module, optimizer: Optimizer, topology: Topology, *, averages: bool) -> None:
-    """Raises what a user must change.
+    """Raise UnsupportedError or ArgumentError for what DASO cannot be attached to.
 
     Args:
         model: The user's.
         optimizer: The user's.
-        topology: Where ranks are.
+        topology: The nodes and their ranks.
         averages: Whether DASO averages gradients inside the node, and not a wrapper.
     """
     require_module(model)
@@ -43,7 +43,7 @@ def check(model: nn.Module, optimizer: Optimizer, topology: Topology, *, average
         remedy="it takes several backwards per step; use SGD, Adam or AdamW",
     )
     refuse_conflicts(Technique.DASO, model=model, optimizer=optimizer)
-    params = everything_trained(model, optimizer)
+    params = all_parameters(model, optimizer)
     refuse_sharded(model, params)
     require_one_device(params)
     refuse_copies(model)
@@ -53,7 +53,7 @@ def check(model: nn.Module, optimizer: Optimizer, topology: Topology, *, average
 
 
 def is_wrapped(model: object) -> bool:
-    """Whether a DistributedDataParallel averages all gradients of a model that is given with it."""
+    """Return whether a DistributedDataParallel in a model, or around it, averages all of its gradients."""
     if not isinstance(model, nn.Module):
         return False
     trained = {id(p) for p in model.parameters() if p.requires_grad}
@@ -62,21 +62,21 @@ def is_wrapped(model: object) -> bool:
 
 
 def check_averager(found: Averager, topology: Topology, *, averages: bool) -> None:
-    """Raises for a wrapper that averages gradients too, unless it does so inside the node, in our place."""
+    """Raise UnsupportedError for a wrapper that averages gradients too, unless it does so inside the node, for DASO."""
     ranks = sorted(dist.get_process_group_ranks(found.group)) if found.group is not None else None
     own = sorted(topology.ranks[topology.node])
     if ranks is None or not (len(ranks) == 1 or (ranks == own and not averages)):
         over = f"over ranks {ranks}" if ranks is not None else "or shards the model"
         instead = 'DistributedDataParallel(model, process_group=mesh.get_group("local"))'
-        remedy = (
-            f"averages gradients already, {over}, so that nodes would not be apart; give DASO the model as it is and "
-            "run that one (Accelerate: prepare() without the model; Lightning: no ddp strategy), or wrap it beforehand "
-            f"in {instead}, here ranks {own}, and give DASO that"
+        raise UnsupportedError(
+            found.name,
+            f"it averages gradients already, {over}, so that nodes would not train independently",
+            "give DASO the plain model and run that one (Accelerate: prepare() without the model; Lightning: no ddp "
+            f"strategy), or wrap it beforehand in {instead}, here ranks {own}, and give DASO the wrapper",
         )
-        raise UnsupportedError(found.name, "it " + remedy)
 
 
-def everything_trained(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
-    """Parameters of the model, and those that only the optimizer has, once each."""
+def all_parameters(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of the model, then those that only the optimizer has, once each."""
     own = chain(model.parameters(), *(group["params"] for group in optimizer.param_groups))
     return list(dict.fromkeys(own))

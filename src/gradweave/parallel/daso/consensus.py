@@ -1,7 +1,8 @@
-"""Agreement between nodes: whether an exchange counted, and which nodes are still there.
+"""Consensus between nodes: whether an exchange counted, and which nodes are still alive.
 
-The store that the process group was made with is the judge: the first verdict written there holds, and all
-nodes read that one. It lives on one node; where that is lost, nodes cannot agree any more, and all stop.
+The store that the process group was made with is the judge: the first verdict written there (by ``compare_set``, which
+is atomic) holds, and all nodes read that one. The store lives on one node; if that is lost, nodes can no longer agree,
+and all stop.
 """
 
 from __future__ import annotations
@@ -11,29 +12,29 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from statistics import fmean
 from threading import Lock, Thread
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, get_type_hints
 
 from gradweave._runtime.peers.contact import lost_contact_as
 from gradweave.errors import LostPeerError
-from gradweave.parallel.daso.cadence import NOTHING_MEASURED, Figures
+from gradweave.parallel.daso.rhythm import NOTHING_MEASURED, Figures
 
 T = TypeVar("T")
 
 SOUND, OVERFLOW = -1, -2
-"""In :attr:`Verdict.broken`, instead of the number of a node that sent numbers which are not finite."""
+"""Values of :attr:`Verdict.broken` besides the index of a node that sent numbers which are not finite."""
 _KEPT = 2
-"""Exchanges whose votes stay in the store, for nodes that are late."""
+"""Exchanges whose votes stay in the store, for late nodes."""
 _SHORTEST, _LONGEST = 0.001, 0.02
-"""Seconds between two looks into the store."""
+"""Seconds between two polls of the store."""
 _ROLL_CALL = 1.5
-"""Timeouts that a roll call takes: a node that waits for a third one does not hear of a lost one for a whole timeout,
-and may have begun later than nodes that heard of it at once."""
+"""Timeouts that a roll call takes: a node may hear of a failure a whole timeout later than the others, and may have
+begun later than those that heard of it at once."""
 _LEAVING = 30.0
-"""Most seconds that the host of the store waits at the end for ranks that have not read the last verdict."""
+"""Most seconds that the store's host waits at the end for ranks that have not read the last verdict."""
 
 
 class Store(Protocol):
@@ -50,17 +51,17 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Vote:
-    """A node's word at the end of its transfer.
+    """A node's vote at the end of its transfer.
 
     Attributes:
-        arrived: Whether it has the sum.
-        finite: Whether what it sent was.
-        holds: Whether the sum still is.
-        contributes: Whether what it sent counts.
-        done: Whether it has trained all its batches.
-        steps: How many those were.
-        state: Size of its optimizer's state.
-        figures: What it measured.
+        arrived: Whether the node has the sum.
+        finite: Whether the vectors that it sent were finite.
+        holds: Whether the sum is finite.
+        contributes: Whether its vectors count in the sum.
+        done: Whether it has no batches left.
+        steps: Steps that it trained, if it is done.
+        state: Number of elements of its optimizer's state.
+        figures: Its measurements.
     """
 
     arrived: bool
@@ -75,17 +76,17 @@ class Vote:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of an exchange, which holds for all nodes.
+    """The outcome of an exchange, the same for all nodes.
 
     Attributes:
         counted: Whether the exchange took place; if not, the weights of all nodes stay as they are.
-        contributing: How many nodes the sum is of.
+        contributing: Number of nodes in the sum.
         done: Whether no node has batches left.
-        state: Size of the optimizers' state; -1 where they differ.
+        state: Number of elements of the optimizers' state; -1 if nodes differ.
         broken: Node that sent numbers which are not finite, or ``SOUND``, or ``OVERFLOW``.
         figures: Agreed measurements.
         alive: Nodes that go on; none if the store is lost.
-        steps: The most that a node has trained, of those that are done.
+        steps: Most steps of a node that is done.
     """
 
     counted: bool
@@ -98,45 +99,71 @@ class Verdict:
     steps: int = 0
 
     @property
-    def sound(self) -> bool:
+    def is_sound(self) -> bool:
         """Whether the sum may be merged."""
         return self.counted and self.broken == SOUND
 
-    def as_list(self) -> list[float]:
-        """Return the verdict as numbers, for ranks that have no connection to the store."""
-        f = self.figures
-        head = [self.counted, self.contributing, self.done, self.state, self.broken, self.steps]
-        return [float(x) for x in (*head, f.seconds, f.compute, f.loss, f.lr, f.work, *self.alive)]
-
     @staticmethod
-    def from_list(numbers: Sequence[float]) -> Verdict:
-        """Return the verdict that :meth:`as_list` gave; negative numbers at the end are padding."""
-        counted, contributing, done, state, broken, steps, seconds, compute, loss, lr, work, *alive = numbers
-        figures = Figures(seconds, compute, loss, lr, work)
-        nodes = tuple(int(node) for node in alive if node >= 0)
-        return Verdict(
-            bool(counted), int(contributing), bool(done), int(state), int(broken), figures, nodes, int(steps)
-        )
+    def of(state: dict[str, Any]) -> Verdict:
+        """Return the verdict that ``dataclasses.asdict`` made ``state`` of, directly or by way of JSON."""
+        return Verdict(**{**state, "figures": Figures(**state["figures"]), "alive": tuple(state["alive"])})
+
+
+class VerdictCodec:
+    """Verdicts as a fixed count of float64, for the ranks of a node that have no connection to the store.
+
+    The layout follows the fields: those of :class:`Verdict` that are plain numbers, those of its figures, and a flag
+    for each node, 1 if it is alive. Every integer in it is far below 2**53, so that float64 is exact.
+
+    Args:
+        nodes: Number of nodes at the start.
+
+    Attributes:
+        length: Count of numbers.
+    """
+
+    _TYPES = get_type_hints(Verdict)
+    _NUMBERS = tuple(name for name, kind in _TYPES.items() if kind in (bool, int))
+    _FIGURES = tuple(field.name for field in fields(Figures))
+
+    def __init__(self, nodes: int) -> None:
+        self._nodes = nodes
+        self.length = len(self._NUMBERS) + len(self._FIGURES) + nodes
+
+    def encode(self, verdict: Verdict) -> list[float]:
+        """Return a verdict as numbers."""
+        numbers = [getattr(verdict, name) for name in self._NUMBERS]
+        figures = [getattr(verdict.figures, name) for name in self._FIGURES]
+        alive = [node in verdict.alive for node in range(self._nodes)]
+        return [float(number) for number in (*numbers, *figures, *alive)]
+
+    def decode(self, encoded: Sequence[float]) -> Verdict:
+        """Return the verdict that :meth:`encode` was given."""
+        head, tail = len(self._NUMBERS), len(self._NUMBERS) + len(self._FIGURES)
+        numbers = {name: self._TYPES[name](n) for name, n in zip(self._NUMBERS, encoded[:head], strict=True)}
+        figures = Figures(**dict(zip(self._FIGURES, encoded[head:tail], strict=True)))
+        alive = tuple(node for node, flag in enumerate(encoded[tail:]) if flag)
+        return Verdict(**numbers, figures=figures, alive=alive)
 
 
 @dataclass(frozen=True)
 class Members:
-    """Nodes that take part, and how often these have changed."""
+    """The nodes that take part, and the number of times they have changed."""
 
     nodes: tuple[int, ...]
     generation: int = 0
 
 
 class Connections:
-    """Connections to the store, one for each thread that talks at present.
+    """Connections to the store, one for each thread that talks to it.
 
     A client of a TCPStore has one socket and one lock: while a thread waits for a key there, every other call on
     that client waits too. A node with two exchanges under way could then not vote on the second before the verdict on
     the first, which may be what the others wait for. So each vote is given a clone of the store.
 
     Args:
-        connect: Makes one.
-        ready: How many to make at once, since making one may take seconds.
+        connect: Return a new connection.
+        ready: Connections to make in advance, since making one may take seconds.
     """
 
     def __init__(self, connect: Callable[[], Store], *, ready: int = 1) -> None:
@@ -158,7 +185,7 @@ class Connections:
                 self._free.append(store)
 
     def close(self) -> None:
-        """Let go of all that are not in use."""
+        """Drop all connections that are not in use."""
         with self._lock:
             self._free.clear()
 
@@ -166,12 +193,12 @@ class Connections:
 class Agreement:
     """This node's side of every vote.
 
-    A call may hang for long where the store cannot be reached: make it by :meth:`ask`, on a thread of its own.
+    A call may hang for long if the store cannot be reached: make it through :meth:`ask`, on a thread of its own.
 
     Args:
         stores: Connections to a store that all nodes reach.
         node: Index of this node.
-        nodes: Those that take part.
+        nodes: Nodes that take part.
         timeout: Seconds to wait for the others.
     """
 
@@ -189,44 +216,53 @@ class Agreement:
 
     @property
     def patience(self) -> float:
-        """Seconds after which a transfer, its vote and a roll call have ended if they ever do."""
+        """Seconds by which a transfer, its vote and a roll call have ended if they ever do."""
         return (2.5 + _ROLL_CALL) * self._timeout
 
     def vote(self, number: int, vote: Vote, members: Members | None = None) -> Verdict:
-        """Tell how exchange ``number`` ended here, and return what holds for all.
+        """Vote on an exchange, and return the verdict of all nodes.
 
         Args:
-            number: Of the exchange.
-            vote: Of this node.
+            number: Number of the exchange.
+            vote: This node's vote.
             members: Nodes that took part when it was sent, if they may have changed since: two exchanges may be
-                under way, and when both fail nodes must not call the roll in different generations.
+                under way, and if both fail, nodes must not call the roll in different generations.
         """
         members = members or self.members
         key = f"exchange/{number}"
         with _naming_lost_host(), self._stores.one() as store:
             store.set(f"{key}/{self._node}", json.dumps(asdict(vote)))
             if not vote.arrived:
+                # Without this node's part there is no sum: no need to wait for the other votes.
                 _judge(store, key, Verdict(False))
             elif store.add(f"{key}/votes", 1) == len(members.nodes):
+                # add() is atomic: exactly one node counts, the last to vote.
                 _judge(store, key, _count(store, key, members.nodes))
                 _forget(store, number - _KEPT, members.nodes)
             try:
                 store.wait([f"{key}/verdict"], timedelta(seconds=self._timeout))
             except RuntimeError:
                 _judge(store, key, Verdict(False))
-            verdict = json.loads(store.get(f"{key}/verdict"))
-        verdict["figures"] = Figures(**verdict["figures"])
-        counted = Verdict(**{**verdict, "alive": members.nodes})
-        return counted if counted.counted else Verdict(False, alive=self.roll_call(members=members)[0])
+            # Maybe another one than was just proposed: the first that was written.
+            verdict = Verdict.of(json.loads(store.get(f"{key}/verdict")))
+        if verdict.counted:
+            return replace(verdict, alive=members.nodes)
+        return Verdict(False, alive=self.roll_call(members=members)[0])
 
     def use(self, stores: Connections) -> None:
-        """Vote from now on in a part of the store without votes."""
+        """Vote through other connections: those to a part of the store without votes."""
         self._stores = stores
 
     def roll_call(
         self, step: int = 0, *, timeouts: float = _ROLL_CALL, members: Members | None = None
     ) -> tuple[tuple[int, ...], int]:
-        """Return the nodes that answer in time, and the latest step that one of them is at."""
+        """Return the nodes that answer in time, and the latest step among them.
+
+        Args:
+            step: This node's step.
+            timeouts: Timeouts to wait for the others.
+            members: Nodes to call; None for those that take part.
+        """
         members = members or self.members
         key = f"generation/{members.generation}"
         with _naming_lost_host(), self._stores.one() as store:
@@ -243,11 +279,11 @@ class Agreement:
         return tuple(here), latest
 
     def regrouped(self, alive: Sequence[int]) -> None:
-        """Note that from now on these nodes take part; called on every rank."""
+        """Continue with these nodes only; called on every rank."""
         self.members = Members(tuple(alive), self.members.generation + 1)
 
     def leave(self, ranks: int, *, host: bool) -> None:
-        """Tell the rank that hosts the store that this one needs it no more; the host waits for all, but not long.
+        """Tell the store's host that this rank no longer needs it; the host waits for all ranks, but not long.
 
         Args:
             ranks: Number of ranks that take part.
@@ -259,7 +295,7 @@ class Agreement:
                 _wait(lambda: store.add("left", 0) >= ranks, min(self._timeout, _LEAVING))
 
     def ask(self, question: Callable[[], T], *, name: str) -> Asked[T]:
-        """Ask other nodes a question on a thread of its own, which is among the busy ones for as long as it runs."""
+        """Ask other nodes a question on a thread of its own, which is :attr:`busy` as long as it runs."""
         asked = Asked(question, patience=self.patience, name=name)
         self._threads = [*self.busy, asked.thread]
         return asked
@@ -270,16 +306,17 @@ class Agreement:
         return [thread for thread in self._threads if thread.is_alive()]
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Close the connections to the store."""
         self._stores.close()
 
 
 def _judge(store: Store, key: str, verdict: Verdict) -> None:
+    """Write a verdict, unless there is one."""
     store.compare_set(f"{key}/verdict", "", json.dumps(asdict(verdict)))
 
 
 def _wait(ready: Callable[[], bool], seconds: float) -> bool:
-    """Poll the store, for a condition that no single key tells; return whether it came true in time."""
+    """Poll the store for a condition that is more than one key; return whether it came true in time."""
     deadline, pause = time.monotonic() + seconds, _SHORTEST
     while not ready():
         if time.monotonic() > deadline:
@@ -292,7 +329,7 @@ def _wait(ready: Callable[[], bool], seconds: float) -> bool:
 def _forget(store: Store, number: int, nodes: Sequence[int]) -> None:
     names = [*map(str, nodes), "votes", "verdict"] if number >= 0 else []
     for name in names:
-        # Not every store can delete.
+        # Not every store can delete keys.
         with suppress(RuntimeError):
             store.delete_key(f"exchange/{number}/{name}")
 
@@ -312,7 +349,7 @@ def _count(store: Store, key: str, nodes: Sequence[int]) -> Verdict:
         broken=broken[0] if broken else SOUND,
         steps=max(vote["steps"] for vote in votes.values()),
         figures=Figures(
-            # A node that sends early also waits for the last one; what that one sees is the transfer.
+            # A node that sends early measures its wait for the last one too; the shortest is the transfer itself.
             seconds=_of([f.seconds for f in figures], min),
             compute=_of([f.compute for f in figures], fmean),
             loss=_of([f.loss for f in figures], fmean),
@@ -323,15 +360,20 @@ def _count(store: Store, key: str, nodes: Sequence[int]) -> Verdict:
 
 
 def _naming_lost_host() -> AbstractContextManager[None]:
-    """Return a context in which lost contact with the store is a lost node: the one that hosts it."""
+    """Return a context that reports lost contact with the store as a lost node: its host."""
     return lost_contact_as(lambda _: LostPeerError("the node that hosts the store cannot be reached"))
 
 
 class Asked(Generic[T]):
     """A question to other nodes, asked on a thread of its own.
 
-    A call to a store whose host is lost may not return, and cannot be cancelled: its thread is a daemon, which does not
+    A call to a store whose host is lost may not return, and cannot be cancelled: the thread is a daemon, which does not
     hold up the end of the program.
+
+    Args:
+        question: The call.
+        patience: Seconds to wait for its answer.
+        name: Name of the thread.
     """
 
     def __init__(self, question: Callable[[], T], *, patience: float, name: str) -> None:
@@ -349,7 +391,7 @@ class Asked(Generic[T]):
         self.thread.start()
 
     def answer(self) -> T:
-        """Wait for the answer, for a bounded time."""
+        """Wait for the answer, for a bounded time; raise what the question raised, or LostPeerError."""
         self.thread.join(self._patience)
         if self._answer:
             return self._answer[0]

@@ -1,4 +1,4 @@
-"""What DASO declares to be the same on all ranks, and what it compares while the ranks of a node train."""
+"""Facts that must be the same on all ranks, and the comparison of weights while a node trains."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from gradweave.parallel.daso.options import Options
 _OPTIONS_OF_A_RANK = ("checkpoint_dir",)
 """Options that may differ between ranks."""
 _SHOWN_PLACES = 3
+"""Places of parameters that a message shows."""
 
 
 def covers_all(mesh: DeviceMesh | None) -> bool:
-    """Return whether a mesh, or its absence, has all ranks of a job of several."""
+    """Return whether a job has several ranks, all of them in the mesh, if one was given."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     return dist.get_world_size() > 1 and (mesh is None or mesh.mesh.numel() == dist.get_world_size())
@@ -41,10 +42,10 @@ def declaration(
     """Return the facts that must be the same on all ranks.
 
     Args:
-        options: Of this rank.
-        model: Whose buffers.
-        optimizer: Whose hyperparameters, and whose order of parameters: updates follow it.
-        params: Parameters of the model and the optimizer, in the order in which they are packed.
+        options: This rank's.
+        model: The user's, for its buffers.
+        optimizer: The user's, for its hyperparameters, and for the order of its parameters, which updates follow.
+        params: All parameters, in the order in which they are packed.
         averages: Whether DASO averages gradients inside the node.
         scales: Whether losses are scaled.
     """
@@ -70,9 +71,9 @@ def replicas_of_node(
     """Return the comparison of the weights of a node's ranks; None for a single rank.
 
     Args:
-        model: Whose names the weights have in messages.
-        optimizer: Whose learning rates may be the cause of a difference.
-        weights: What is compared.
+        model: The user's, for names of weights in messages.
+        optimizer: The user's, whose learning rates may be the cause of a difference.
+        weights: The weights to compare.
         group: The ranks of the node.
     """
     if group is None:
@@ -88,13 +89,13 @@ def replicas_of_node(
 
 
 def _named(model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    """Tensors by their names in the model; those that only the optimizer has, by number."""
+    """Return tensors with their names in the model; with numbers, if only the optimizer has them."""
     names = {id(p): name for name, p in model.named_parameters()}
     return [(names.get(id(p), str(number)), p) for number, p in enumerate(tensors)]
 
 
 def _shortened(places: Sequence[int]) -> str:
-    """Return the first few places, and a digest that tells the rest apart."""
+    """Return the first few places, and a digest of the rest."""
     rest = hashlib.sha256(repr(places[_SHOWN_PLACES:]).encode()).hexdigest()[:8]
     shown = ", ".join(map(str, places[:_SHOWN_PLACES]))
     return shown + (f" ... ({rest})" if places[_SHOWN_PLACES:] else "")

@@ -1,4 +1,4 @@
-"""What DASO says when nodes cannot go on together."""
+"""Errors of nodes that cannot go on together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradweave.parallel.daso.topology import Topology
 
 
 def reason_to_stop(verdict: Verdict, topology: Topology, step: int) -> LostPeerError | None:
-    """Return the error for an exchange that did not count, or None where ``on_failure`` decides about stopping."""
+    """Return the error of an exchange that did not count; None if ``on_failure`` decides whether to stop."""
     own = topology.ranks[topology.node]
     if verdict.broken == OVERFLOW:
         message = "is too small for the sum of what nodes sent; restart with payload='bfloat16'"
@@ -24,8 +24,8 @@ def reason_to_stop(verdict: Verdict, topology: Topology, step: int) -> LostPeerE
         return LostPeerError(message, ranks=ranks, step=step)
     if not verdict.alive:
         message = (
-            f"the node that hosts the store is lost at step {step}, so that nodes cannot agree any more; restart "
-            "from a checkpoint"
+            f"the node that hosts the store is lost at step {step}, so that nodes can no longer agree; restart from a "
+            "checkpoint"
         )
         return LostPeerError(message, ranks=topology.ranks[0], step=step)
     if topology.node not in verdict.alive:
@@ -46,18 +46,18 @@ def lost_nodes(ranks: Sequence[int], step: int) -> LostPeerError:
     return LostPeerError(message, ranks=tuple(ranks), step=step)
 
 
-def lost_mates(topology: Topology, step: int) -> LostPeerError:
-    """Return the error for lost contact inside a node, where no message tells which of its ranks is lost."""
-    mates = tuple(rank for rank in topology.ranks[topology.node] if rank != topology.rank)
+def lost_in_node(topology: Topology, step: int) -> LostPeerError:
+    """Return the error of lost contact inside a node, which does not tell which of its ranks is lost."""
+    others = tuple(rank for rank in topology.ranks[topology.node] if rank != topology.rank)
     message = (
-        f"a rank of this node is lost, of {listed(mates)}, at step {step}: the node cannot go on; restart from a "
+        f"a rank of this node is lost, of {listed(others)}, at step {step}: the node cannot go on; restart from a "
         "checkpoint"
     )
-    return LostPeerError(message, ranks=mates, step=step)
+    return LostPeerError(message, ranks=others, step=step)
 
 
 def describe_lost(ranks: Sequence[int], step: int) -> str:
-    """Return which ranks did not answer, or that all did although an exchange failed."""
+    """Return who was lost when an exchange failed: ranks, or only the link."""
     return f"{listed(ranks)} lost at step {step}" if ranks else f"the link was cut at step {step}, with no rank lost"
 
 

@@ -1,4 +1,4 @@
-"""Many tensors as one vector, and back."""
+"""Flat buffers: many tensors packed into few vectors, and back."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from gradweave._compat.eager import copy_all
 
 Vectors = Sequence[torch.Tensor]
 _MOST_FREE = 2
+"""Free vectors of one size and dtype that a pool keeps."""
 
 
 class Layout:
-    """How tensors of any shapes, strides and floating dtypes lie in vectors of wide dtype.
+    """The places of tensors, of any shape, strides and floating dtype, in vectors of wide dtype.
 
-    Those of double precision have a vector of their own, all others one of float32; complex numbers
-    are pairs. A tensor that is given twice has one place. Tensors added later lie behind the others.
-    An exchange sends each vector whole: there are no buckets here, and no order of readiness to keep.
+    Tensors of double precision share one vector, all others one of float32; complex numbers are pairs. A tensor that is
+    given twice has one place, and tensors that are added later are appended. An exchange sends each vector whole:
+    there are no buckets and no order of readiness.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -27,7 +28,7 @@ class Layout:
         self.extend(tensors)
 
     def extend(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Adds those that are new; says whether there were any."""
+        """Append tensors that are new; return whether there were any."""
         before = len(self.tensors)
         for tensor in tensors:
             if id(tensor) in self._known or not (tensor.is_floating_point() or tensor.is_complex()):
@@ -42,22 +43,22 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of all vectors together."""
+        """Number of elements of all vectors together."""
         return sum(as_real(tensor).numel() for tensor in self.tensors)
 
-    def become(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Has these tensors, in this order, instead."""
+    def replace(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Hold these tensors, in this order, instead of the present ones."""
         self.tensors.clear()
         self._members.clear()
         self._known.clear()
         self.extend(tensors)
 
     def first(self, count: int) -> Layout:
-        """The layout as it was when it had so many tensors: the beginnings of the same vectors."""
+        """Return the layout of the first ``count`` tensors: its vectors are prefixes of the present ones."""
         return Layout(self.tensors[:count])
 
     def zeros(self) -> list[torch.Tensor]:
-        """Vectors of this layout."""
+        """Return vectors of this layout, filled with zeros."""
         return [torch.zeros(size, dtype=dtype, device=device) for size, (dtype, device) in self._sizes()]
 
     def _sizes(self) -> list[tuple[int, tuple[torch.dtype, torch.device]]]:
@@ -69,7 +70,12 @@ class Layout:
     def pack(
         self, sources: Sequence[torch.Tensor | None] | None = None, *, pool: Pool | None = None
     ) -> list[torch.Tensor]:
-        """Copies the tensors, or others of the same shapes, into vectors, new or from a pool; None is zeros."""
+        """Return vectors with copies of the tensors.
+
+        Args:
+            sources: Tensors of the same shapes to copy instead; None among them stands for zeros.
+            pool: Memory for the vectors; None for new memory.
+        """
         vectors = self.zeros() if pool is None else [pool.take(size, *kind) for size, kind in self._sizes()]
         if pool is not None and sources is not None and any(source is None for source in sources):
             for vector in vectors:
@@ -83,7 +89,7 @@ class Layout:
         return vectors
 
     def views(self, vectors: Vectors) -> list[torch.Tensor]:
-        """The part of each tensor in vectors of this layout, in its shape."""
+        """Return each tensor's part of vectors of this layout, in its shape."""
         places: dict[int, torch.Tensor] = {}
         for members, vector in zip(self._members.values(), vectors, strict=True):
             shapes = [as_real(tensor).shape for tensor in members]
@@ -93,13 +99,14 @@ class Layout:
 
     @torch.no_grad()
     def store(self, vectors: Vectors) -> None:
-        """Writes vectors into the tensors, in place."""
+        """Write vectors into the tensors, in place."""
         for tensor, view in zip(self.tensors, self.views(vectors), strict=True):
             as_real(tensor).copy_(view)
 
     @torch.no_grad()
     def add(self, vectors: Vectors) -> None:
-        """Adds vectors to the tensors, in place; those of 16 bits are rounded once, and shared memory moved once."""
+        """Add vectors to the tensors, in place; 16-bit tensors are rounded once."""
+        # Distinct tensors may share memory, which must move once.
         moved: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
         for tensor, view in zip(self.tensors, self.views(vectors), strict=True):
             real = as_real(tensor)
@@ -114,18 +121,18 @@ class Layout:
 
 
 class Pool:
-    """Vectors that are used over and over: new memory costs more than all that is computed in it."""
+    """Vectors that are used again and again: new memory costs more than everything that is computed in it."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A vector with any content."""
+        """Return a vector of any content."""
         free = self._free.get((size, dtype, device))
         return free.pop() if free else torch.empty(size, dtype=dtype, device=device)
 
     def copy(self, vectors: Vectors, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-        """Copies in a dtype; None for that of each vector."""
+        """Return copies of vectors in a dtype; None for that of each vector."""
         made = []
         for vector in vectors:
             kind = vector.dtype if dtype is None else dtype
@@ -133,7 +140,7 @@ class Pool:
         return made
 
     def give(self, vectors: Vectors) -> None:
-        """Takes back vectors that nobody uses any more."""
+        """Take back vectors that are no longer used."""
         for vector in vectors:
             free = self._free.setdefault((len(vector), vector.dtype, vector.device), [])
             if len(free) < _MOST_FREE:
@@ -141,9 +148,10 @@ class Pool:
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the vector that a tensor is packed into."""
     return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a view of a complex one as pairs."""
+    """Return the tensor itself, or a view of a complex one as pairs."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

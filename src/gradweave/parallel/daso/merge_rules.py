@@ -1,4 +1,4 @@
-"""What is sent between nodes, and what becomes of the weights when it has arrived."""
+"""Merge rules: what nodes send each other, and how the sum changes their weights."""
 
 from __future__ import annotations
 
@@ -10,37 +10,46 @@ from gradweave.parallel.daso.flat_buffers import Layout, Pool, Vectors
 
 
 class Rule(Protocol):
-    """A way to merge."""
+    """A merge rule."""
 
     sends_first: bool
-    """Whether a merge that is due together with a send comes behind it."""
+    """Whether, if a merge and a send are due in the same step, the send comes first."""
     anchor: list[torch.Tensor]
-    """What all nodes have in common, as vectors; empty where the rule has no such thing."""
+    """Vectors that are equal on all nodes; empty if the rule needs none."""
 
     def agree(self, layout: Layout) -> None:
-        """Told that the weights are now the same on all nodes."""
+        """Note that the weights are now the same on all nodes."""
 
     def extend(self, layout: Layout) -> None:
-        """Told that weights have come in which nobody has trained yet."""
+        """Note that weights were appended, and are not trained yet."""
 
     def payload(self, layout: Layout, pool: Pool) -> list[torch.Tensor]:
-        """What this node would send, in full precision."""
+        """Return the vectors to send, in full precision."""
 
     def merge(
         self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None, pool: Pool
     ) -> None:
-        """Applies the sum of what ``nodes`` nodes sent, ``staleness`` steps ago; None where nobody went on since."""
+        """Merge a sum into the weights.
+
+        Args:
+            layout: The weights.
+            sent: The vectors that this node sent.
+            total: The sum of those of all nodes.
+            nodes: Number of nodes in the sum.
+            staleness: Steps since the send; None if no node has trained since.
+            pool: Memory for intermediate vectors.
+        """
 
     def settle(self, layout: Layout, total: Vectors, nodes: int) -> None:
-        """Makes the weights of all nodes the same, bit for bit, from a sum sent in full precision."""
+        """Make the weights of all nodes equal, bit for bit, from a sum that was sent in full precision."""
 
 
 class DeltaRule:
-    """What each node has changed since they last agreed: x + mean(sent) - own sent, so that no progress is lost.
+    """The default rule, x + mean(sent) - own sent, which loses no progress.
 
-    All nodes have the same anchor: the sum of what all have sent so far. A node sends its distance from
-    it. What rounding to 16 bits leaves behind stays in the node's own weights and is part of what it
-    sends next: error feedback without a buffer for it, and weights are never rounded.
+    All nodes have the same anchor: the sum of everything sent so far. A node sends its distance from the anchor.
+    What rounding to 16 bits cuts off stays in the node's own weights and is part of what it sends next: this is error
+    feedback without a buffer, and weights are never rounded.
     """
 
     sends_first = False
@@ -49,15 +58,15 @@ class DeltaRule:
         self.anchor: list[torch.Tensor] = []
 
     def agree(self, layout: Layout) -> None:
-        """The weights are the anchor."""
+        """Make the weights the anchor."""
         self.anchor = layout.pack()
 
     def payload(self, layout: Layout, pool: Pool) -> list[torch.Tensor]:
-        """The distance from the anchor."""
+        """Return the distance from the anchor."""
         return [x.sub_(a) for x, a in zip(layout.pack(pool=pool), self.anchor, strict=True)]
 
     def extend(self, layout: Layout) -> None:
-        """They are the same on all nodes, and so belong to the anchor as they are."""
+        """Append the new weights to the anchor: they are the same on all nodes."""
         before, self.anchor = self.anchor, layout.pack()
         for a, old in zip(self.anchor, before, strict=False):
             a[: old.numel()].copy_(old)
@@ -65,19 +74,20 @@ class DeltaRule:
     def merge(
         self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None, pool: Pool
     ) -> None:
-        """Moves by what the others did, and the anchor by what all did."""
+        """Move the weights by the progress of the other nodes, and the anchor by that of all."""
         del staleness
         step = self._advance(total, nodes, pool)
         layout.add([m.sub_(own) for m, own in zip(step, sent, strict=True)])
         pool.give(step)
 
     def settle(self, layout: Layout, total: Vectors, nodes: int) -> None:
-        """The anchor, once it has moved by what all did, is the result."""
+        """Move the anchor by the progress of all nodes, and set the weights to it."""
         self._advance(total, nodes, Pool())
         layout.store([a[: t.numel()] for t, a in zip(total, self.anchor, strict=False)])
 
     def _advance(self, total: Vectors, nodes: int, pool: Pool) -> list[torch.Tensor]:
-        """Those that have come in since this was sent lie behind what it moves."""
+        """Move the anchor; return by how much."""
+        # Parameters that were added after the send are appended, so that they are unaffected.
         mean = [pool.copy([t], a.dtype)[0].div_(nodes) for t, a in zip(total, self.anchor, strict=False)]
         for a, m in zip(self.anchor, mean, strict=False):
             a[: m.numel()].add_(m)
@@ -85,7 +95,7 @@ class DeltaRule:
 
 
 class PaperRule:
-    """Weights themselves, merged as published: x = (2 S x + sum of sent) / (2 S + P)."""
+    """The published rule, x = (2 S x + sum(sent)) / (2 S + P): S steps after the send, P nodes."""
 
     sends_first = True
 
@@ -93,19 +103,19 @@ class PaperRule:
         self.anchor: list[torch.Tensor] = []
 
     def agree(self, layout: Layout) -> None:
-        """Nothing to remember."""
+        """Do nothing: there is no anchor."""
 
     def extend(self, layout: Layout) -> None:
-        """Nothing to remember."""
+        """Do nothing: there is no anchor."""
 
     def payload(self, layout: Layout, pool: Pool) -> list[torch.Tensor]:
-        """The weights."""
+        """Return the weights."""
         return layout.pack(pool=pool)
 
     def merge(
         self, layout: Layout, sent: Vectors, total: Vectors, nodes: int, staleness: int | None, pool: Pool
     ) -> None:
-        """Weighs this node's weights by the steps it took meanwhile; with none, the mean."""
+        """Weigh this node's weights by the steps since the send; if no node has trained since, take the mean."""
         del sent
         if staleness is None:
             self.settle(layout, total, nodes)
@@ -116,5 +126,5 @@ class PaperRule:
         pool.give(vectors)
 
     def settle(self, layout: Layout, total: Vectors, nodes: int) -> None:
-        """The mean."""
+        """Set the weights to the mean."""
         layout.store([t.to(x.dtype).div(nodes) for x, t in zip(layout.zeros(), total, strict=True)])

@@ -1,45 +1,45 @@
-"""What a user may choose about DASO, checked once."""
+"""The options of DASO, checked once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal, get_args
 
 from gradweave.errors import ArgumentError
 
-MODES = ("delta", "paper")
-PAYLOADS = ("bfloat16", "float16", "float32")
-PACES = ("time", "lr", "plateau")
-ON_FAILURE = ("raise", "continue")
+Mode = Literal["delta", "paper"]
+Payload = Literal["bfloat16", "float16", "float32"]
+Pace = Literal["time", "lr", "plateau"]
+OnFailure = Literal["raise", "continue"]
+
 PAPER_EPOCHS = 4
+"""Epochs of warm-up, and of cool-down, by the published rules."""
 PAPER_MOST_EVERY = 8
+"""Most steps between exchanges by the published rules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of :class:`~gradweave.DASO`, which describes them."""
+    """The keyword arguments of :class:`~gradweave.DASO`, which documents them."""
 
-    mode: str = "delta"
-    every: int | None = None
-    wait: int | None = None
-    pace: str = "time"
-    warm_up: int | None = None
-    cool_down: int | None = None
-    total: int | None = None
-    payload: str = "bfloat16"
-    on_failure: str = "raise"
-    timeout: float = 300.0
-    checkpoint_dir: Path = Path("daso-checkpoint")
-    rhythm: tuple[tuple[int, int, int], ...] | None = None
+    mode: Mode
+    every: int | None
+    wait: int | None
+    pace: Pace
+    warm_up: int | None
+    cool_down: int | None
+    total: int | None
+    payload: Payload
+    on_failure: OnFailure
+    timeout: float
+    checkpoint_dir: Path
+    rhythm: tuple[tuple[int, int, int], ...] | None
 
     def __post_init__(self) -> None:
-        for argument, value, allowed in (
-            ("mode", self.mode, MODES),
-            ("payload", self.payload, PAYLOADS),
-            ("pace", self.pace, PACES),
-            ("on_failure", self.on_failure, ON_FAILURE),
-        ):
+        for argument, literal in (("mode", Mode), ("payload", Payload), ("pace", Pace), ("on_failure", OnFailure)):
+            value, allowed = getattr(self, argument), get_args(literal)
             if value not in allowed:
                 raise ArgumentError(argument, value, f"use one of {', '.join(allowed)}")
         for argument, least in (("every", 1), ("wait", 0), ("warm_up", 0), ("cool_down", 0), ("total", 1)):
@@ -53,12 +53,10 @@ class Options:
                 "wait", self.wait, f"give at most every={self.every}: one exchange is under way at a time"
             )
         if self.cool_down and self.total is None:
-            raise ArgumentError(
-                "total", None, "give the length of the training, for the cool-down to begin before its end"
-            )
+            raise ArgumentError("total", None, "give the length of the training: the cool-down begins before its end")
         for number, every, wait in self.rhythm or ():
             if number < 0 or every < 1 or not 0 <= wait <= every:
-                raise ArgumentError("rhythm", (number, every, wait), "give a record that daso.rhythm was")
+                raise ArgumentError("rhythm", (number, every, wait), "give a record of daso.rhythm")
         if self.mode == "paper":
             self._check_paper()
         elif self.rhythm is not None and self.every is not None:
@@ -72,10 +70,10 @@ class Options:
 
     @property
     def group_timeout(self) -> timedelta:
-        """For exchanges between nodes."""
+        """Timeout of messages between nodes."""
         return timedelta(seconds=self.timeout)
 
     @property
     def node_timeout(self) -> timedelta:
-        """For exchanges inside a node: ranks there wait for one that waits for other nodes, and for their verdict."""
+        """Timeout of messages inside a node: its ranks wait for one that waits for other nodes and their verdict."""
         return timedelta(seconds=5 * self.timeout)

@@ -1,4 +1,4 @@
-"""What DASO did, as numbers for any logger and as a timeline."""
+"""Statistics of a run, as numbers for any logger and as timelines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 
-from gradweave.parallel.daso.cadence import Rhythm
+from gradweave.parallel.daso.rhythm import Rhythm
 from gradweave.parallel.daso.transfer import Transfer
 from gradweave.schedule import Costs, LayerCost, Link, Span, Task, Timeline, hierarchical, plan
 from gradweave.schedule.builders import DEVICE
@@ -18,15 +18,26 @@ from gradweave.schedule.policies.one_device import MAIN
 from gradweave.schedule.tasks import Kind
 
 _KEPT = 512
-"""Steps and exchanges of which times are kept."""
+"""Steps and exchanges whose times are kept."""
 _SHOWN = 12
-"""Steps in a picture, at least."""
+"""Fewest steps in a timeline."""
 _MEASURED = 16
-"""Steps whose median is the time of one."""
+"""Steps whose median is the duration of a step."""
 
 
-class Record:
-    """Times of steps and exchanges, and sums over the whole run."""
+class Stats:
+    """Times of steps and exchanges, and sums over the whole run.
+
+    Attributes:
+        bytes_sent: Bytes that this rank sent to other nodes.
+        exchanges: Exchanges that it carried.
+        failed: Exchanges that did not count.
+        exposed: Seconds that training stood still for other nodes.
+        staleness: Steps from the last send to its merge.
+        transfer_seconds: Duration of the last transfer.
+        vote_seconds: Duration of the vote on it.
+        work: Seconds of the last exchange that were work: packing, sending and merging.
+    """
 
     def __init__(self) -> None:
         self.bytes_sent = 0
@@ -41,12 +52,11 @@ class Record:
         self._mark: float | None = None
         self._waited = 0.0
         self.work = float("nan")
-        """Seconds of the last exchange that were work: packing, sending and merging."""
         self._work = 0.0
         self._durations: deque[float] = deque(maxlen=_MEASURED)
 
     def stepped(self) -> None:
-        """Told at the end of each step."""
+        """Note the end of a step."""
         now = time.perf_counter()
         if self._mark is not None:
             self._steps.append((self._mark, now, self._waited))
@@ -54,17 +64,17 @@ class Record:
         self._mark, self._waited = now, 0.0
 
     def paused(self) -> None:
-        """Told where the time until the next step says nothing, such as behind a checkpoint."""
+        """Ignore the time until the next step, as after a checkpoint."""
         self._mark = None
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step, without waiting for other nodes."""
+        """Duration of a step in seconds, without waiting for other nodes."""
         return median(self._durations) if self._durations else float("nan")
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around what is done for exchanges at the end of a step."""
+        """Return the context of what is done for exchanges at the end of a step."""
         began, waited = time.perf_counter(), self._waited
         try:
             yield
@@ -74,28 +84,29 @@ class Record:
             self._work += spent
 
     def waited(self, seconds: float) -> None:
-        """Told how long training stood still for other nodes."""
+        """Add seconds in which training stood still for other nodes."""
         self._waited += seconds
         self.exposed += seconds
 
     def sent(self, size: int, nodes: int) -> None:
-        """Told of an exchange: each node sends and receives this share of its size in a ring."""
+        """Add an exchange of ``size`` bytes between nodes."""
+        # In a ring, each node sends and receives this share.
         self.bytes_sent += 2 * (nodes - 1) * size // nodes
         self.exchanges += 1
 
     def merged(self) -> None:
-        """Told when an exchange has been merged: what was worked for it is known."""
+        """Note that an exchange was merged, which ends the work on it."""
         self.work, self._work = self._work, 0.0
 
     def arrived(self, transfer: Transfer, staleness: int) -> None:
-        """Told when a transfer was under way, and how many steps its merge came behind it."""
+        """Note the times of a transfer, and the steps from its send to its merge."""
         self._transfers.append((transfer.began, transfer.ended))
         self.transfer_seconds = transfer.ended - transfer.began
         self.vote_seconds = transfer.judged - transfer.ended
         self.staleness = staleness
 
-    def stats(self, rhythm: Rhythm) -> dict[str, float]:
-        """Plain numbers."""
+    def as_dict(self, rhythm: Rhythm) -> dict[str, float]:
+        """Return plain numbers."""
         return {
             "bytes_sent": self.bytes_sent,
             "exchanges": self.exchanges,
@@ -109,7 +120,7 @@ class Record:
         }
 
     def timelines(self, rhythm: Rhythm, nodes: int, places: int) -> tuple[Timeline, Timeline]:
-        """What is planned with the measured times of a step and a transfer, and what was measured of late."""
+        """Return the timeline predicted from the measured times of a step and a transfer, and the measured one."""
         count = max(_SHOWN, rhythm.wait + 2 * rhythm.every)
         planned = predict(
             self.step_seconds, self.transfer_seconds, nodes=nodes, local_ranks=places,
@@ -135,7 +146,7 @@ class Record:
 def predict(
     step_seconds: float, transfer_seconds: float, *, nodes: int, local_ranks: int, every: int, wait: int, steps: int
 ) -> Timeline:
-    """The simulator's timeline of DASO from a measured step and a measured transfer."""
+    """Return the simulator's timeline of DASO, from a measured step and a measured transfer."""
     layer = LayerCost("step", step_seconds, 0.0, 0.0, 0.0, 0, 0, 2**30)
     # A link on which 2**30 bytes take as long as the transfer took.
     bandwidth = 2 * (nodes - 1) / nodes * 2**30 / transfer_seconds if transfer_seconds else float("inf")

@@ -1,4 +1,4 @@
-"""The ranks that share a node, and the groups they talk in."""
+"""The nodes, their ranks, and the process groups between them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Topology:
     """Nodes of equally many ranks, and the place of this process among them.
 
     Attributes:
-        ranks: Global ranks of each node, by their place in it.
+        ranks: Global ranks of each node; a rank's index in its node is its place.
         node: Index of this process's node.
         place: This process's place in its node.
     """
@@ -34,7 +34,7 @@ class Topology:
 
     @staticmethod
     def of(mesh: DeviceMesh | None) -> Topology:
-        """Return the topology of a mesh, or without one of the job, as the launcher says."""
+        """Return the topology of a mesh, or that of the job as its launcher set it up if there is no mesh."""
         if mesh is None:
             return Topology._of_launcher()
         if mesh.mesh_dim_names != DIMENSIONS:
@@ -76,26 +76,31 @@ class Topology:
         """This process's global rank."""
         return self.ranks[self.node][self.place]
 
-    def mate(self, place: int) -> int:
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank whose weights all others start with."""
+        return self.rank == self.ranks[0][0]
+
+    def rank_at(self, place: int) -> int:
         """Return the global rank of a place in this node."""
         return self.ranks[self.node][place]
 
 
 class Groups:
-    """Process groups of one rank, each with a timeout of its own.
+    """The process groups of one rank; None for one that would have a single member.
 
     Args:
-        topology: The ranks.
-        device: Where tensors are that travel.
+        topology: The nodes and their ranks.
+        device: Device of the tensors that are sent.
         mesh: The user's, whose own groups connect ranks that are not all of the job.
-        timeout: Between nodes.
-        node_timeout: Inside a node, and for all ranks.
+        timeout: Timeout of messages between nodes.
+        node_timeout: Timeout of messages inside a node, and of those to all ranks.
 
     Attributes:
         everyone: All ranks; for the start and for loading, before any rank can be lost.
-        mates: The ranks of this node, for tensors.
-        control: The same ranks, for small messages that live on the host.
-        across: The ranks with the same place in every node that is alive.
+        node: The ranks of this node, for tensors.
+        control: The same ranks, for small messages in host memory: reading them does not wait for a GPU.
+        across: The ranks with this place in every node that is alive.
     """
 
     def __init__(
@@ -114,7 +119,7 @@ class Groups:
         self._made_by_all = len(everyone) > 1 and len(everyone) == dist.get_world_size()
         self._made: list[ProcessGroup] = []
         self.everyone: ProcessGroup | None = None
-        self.mates: ProcessGroup | None = None
+        self.node: ProcessGroup | None = None
         self.control: ProcessGroup | None = None
         self.across: ProcessGroup | None = None
         if mesh is not None and len(everyone) > 1 and not self._made_by_all:
@@ -123,9 +128,9 @@ class Groups:
             if len(everyone) > 1:
                 self.everyone = self._new([everyone], node_timeout)
             if topology.places > 1:
-                self.mates = self._new(topology.ranks, node_timeout)
-                self.control = self.mates
-                if self._backend is None and dist.get_backend(self.mates) != "gloo":
+                self.node = self._new(topology.ranks, node_timeout)
+                self.control = self.node
+                if self._backend is None and dist.get_backend(self.node) != "gloo":
                     self.control = self._new(topology.ranks, node_timeout, backend="gloo")
             if topology.nodes > 1:
                 self.across = self._new(list(zip(*topology.ranks, strict=True)), timeout)
@@ -134,8 +139,9 @@ class Groups:
             raise
 
     def regroup(self, nodes: Sequence[int]) -> None:
-        """Make the group between nodes again, of those that are alive; only their ranks take part."""
+        """Make a new group between the nodes that are alive; only their ranks take part."""
         self.across = None
+        # Lost ranks cannot take part in making a group.
         self._made_by_all = False
         if len(nodes) > 1:
             self.across = self._new(
@@ -143,16 +149,16 @@ class Groups:
             )
 
     def close(self) -> None:
-        """End the groups, which waits for what is under way in them.
+        """End the groups, after waiting for what is under way in them.
 
-        While one that only its members have made is there, all stay: see :func:`end_group`.
+        While there is one that only its members have made, all stay: see :func:`end_group`.
         """
-        self.everyone = self.mates = self.control = self.across = None
+        self.everyone = self.node = self.control = self.across = None
         while self._made:
             end_group(self._made.pop())
 
     def _new(self, families: Sequence[Sequence[int]], timeout: timedelta, backend: str | None = None) -> ProcessGroup:
-        """Return this rank's group, out of several that do not overlap."""
+        """Make groups that do not overlap; return this rank's."""
         backend = backend or self._backend
         own = new_group(families, made_by_all=self._made_by_all, timeout=timeout, backend=backend)
         self._made.append(own)

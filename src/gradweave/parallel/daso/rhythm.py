@@ -1,6 +1,6 @@
-"""When nodes exchange weights and when they merge them: every so many steps, changed by what is measured.
+"""The rhythm of exchanges: steps from one to the next, and until the merge, adapted to measured times.
 
-Pure data: each rank feeds the same agreed figures in and so comes to the same decision.
+Pure data: every rank feeds in the same agreed figures, and so arrives at the same decision.
 """
 
 from __future__ import annotations
@@ -15,40 +15,43 @@ from gradweave.parallel.daso.options import PAPER_EPOCHS, PAPER_MOST_EVERY, Opti
 _FIRST = 4
 """Steps between exchanges, and until a merge, before anything has been measured."""
 _KEEP = 0.25
-"""How far below the next whole step a transfer must fall before waiting is shortened."""
+"""Fraction of a step by which a transfer must fall below the next whole step before waiting is shortened."""
 _MOST_EVERY = 256
+"""Most steps between exchanges, and until a merge, in any case."""
 _MOST_UNASKED = 16
-"""Steps between exchanges, and until a merge, that measured times alone lead to: what nodes do apart for longer may be
-worth less, and on a busy machine transfers seem longer the longer they are given."""
+"""Most steps between exchanges, and until a merge, that measured times alone lead to: steps that nodes take apart for
+longer may be worth less, and on a busy machine a transfer takes longer the more time it is given."""
 _SPARE = 0.2
-"""Steps more than a transfer takes as a rule, since some take longer."""
+"""Steps to wait beyond the usual duration of a transfer, since some take longer."""
 _STALL = 4.0
+"""Multiple of the usual duration at which a transfer is cut off in the average: a stall, not the network."""
 _MOST_WORK = 0.05
-"""Share of a step that exchanges may take by the work they are, which being rarer makes up for."""
+"""Most of a step, as a fraction, that the work of exchanges may take; beyond it they become rarer."""
 _BETTER = 0.95
-"""A loss counts as progress if it is below this share of the best."""
+"""A loss counts as progress if it is below this fraction of the best."""
 _PATIENCE = 2
+"""Values without progress that are tolerated."""
 
 
 class Phase(StrEnum):
-    """What nodes do to stay together."""
+    """A way for nodes to keep their weights together."""
 
     TOGETHER = "together"
-    """Average in every step: warm-up and cool-down."""
+    """They average in every step: warm-up and cool-down."""
     APART = "apart"
-    """Exchange now and then, in the background."""
+    """They exchange weights now and then, in the background."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What nodes have agreed on at an exchange.
+    """Measurements that nodes agree on at an exchange; not a number where nothing was measured.
 
     Attributes:
-        seconds: Of the transfer and the vote on it.
+        seconds: Duration of the transfer and of the vote on it.
         compute: Seconds of a step, without waiting for other nodes.
-        loss: Mean over the nodes, or not a number.
+        loss: Mean over the nodes.
         lr: Learning rate.
-        work: Seconds that an exchange takes from the step, even if nobody waits for it: packing and merging.
+        work: Seconds of packing and merging, which an exchange takes from the step even if training does not wait.
     """
 
     seconds: float = math.nan
@@ -63,13 +66,13 @@ NOTHING_MEASURED = Figures()
 
 @dataclass
 class Plateau:
-    """Notices when a loss has stopped falling: more than two bad values since the last good one."""
+    """Detector of a loss that no longer falls: more than two values without progress since the last with it."""
 
     best: float = math.inf
     bad: int = 0
 
     def see(self, loss: float) -> bool:
-        """Takes a value; says whether this is a plateau."""
+        """Add a value; return whether this is a plateau."""
         if math.isnan(loss):
             return False
         if loss < self.best * _BETTER:
@@ -84,13 +87,19 @@ class Plateau:
 
 @dataclass
 class Rhythm:
-    """Exchanges that take no time: as many steps of waiting as a transfer lasts, and no more between two than that.
+    """The default rhythm, of hidden transfers: wait as many steps as one takes, and exchange as often as that allows.
 
     Attributes:
         every: Steps from one exchange to the next.
         wait: Steps from an exchange to its merge.
-        changes: Exchange from which on, ``every`` and ``wait``: the record that replays a run.
-        waits: Steps that a transfer takes, where they are more than is waited unasked; training then stands still.
+        changes: History of (first exchange, ``every``, ``wait``): the record that replays a run.
+        plateau: Detector for ``pace="plateau"``.
+        ratio: Running average of a transfer's duration, in steps.
+        work: Running average of an exchange's work, in steps.
+        waits: Steps that a transfer takes if these are more than ``wait`` may become, so that training waits; else 0.
+        peak_lr: Highest learning rate so far, for ``pace="lr"``.
+        slack: Factor on the distance between exchanges, for ``pace="plateau"``.
+        epoch: Epochs so far, by the published rules.
     """
 
     options: Options
@@ -118,20 +127,20 @@ class Rhythm:
         self._change(0, every, wait)
 
     def phase(self, step: int) -> Phase:
-        """What is done in a step."""
+        """Return the phase of a step."""
         given = self.options
         cool = given.total is not None and step >= given.total - (given.cool_down or 0)
         return Phase.TOGETHER if step < (given.warm_up or 0) or cool else Phase.APART
 
-    def next_border(self, step: int) -> int | None:
-        """The last step before the cool-down, if that is still to come; the present one in any other phase."""
+    def last_step_apart(self, step: int) -> int | None:
+        """Return the last step before the cool-down; the present one if nodes are together, None if there is no end."""
         if self.phase(step) is Phase.TOGETHER:
             return step
         given = self.options
         return None if given.total is None else given.total - (given.cool_down or 0) - 1
 
     def merged(self, number: int, figures: Figures) -> None:
-        """Takes what was agreed at exchange ``number``; what is decided holds from the next one on."""
+        """Adapt to the figures agreed at exchange ``number``; a change applies from the next one on."""
         given = self.options
         if given.rhythm is not None:
             for change in given.rhythm:
@@ -145,11 +154,10 @@ class Rhythm:
             self._change(number + 1, given.every, min(wait, given.every))
 
     def _steps_of_transfer(self, figures: Figures) -> int:
-        """Whole steps that the transfer takes; fewer than now only if clearly so."""
+        """Return the whole steps that a transfer takes; fewer than now only if it is clearly faster."""
         if not figures.compute > 0:
             return self.wait
         given, now = self.options, figures.seconds / figures.compute
-        # One that took many times as long as usual is a stall, not the network.
         self.ratio = now if math.isnan(self.ratio) else (self.ratio + min(now, _STALL * max(self.ratio, 1.0))) / 2
         needed = self.ratio + _SPARE
         if self.wait - 1 - _KEEP < needed <= self.wait and self.changes[-1][0] > 0:
@@ -160,7 +168,7 @@ class Rhythm:
         return min(most, steps)
 
     def _steps_of_work(self, figures: Figures) -> int:
-        """Steps among which the work of an exchange is to be spread."""
+        """Return the steps that the work of an exchange must be spread over."""
         share = figures.work / figures.compute if figures.compute > 0 else math.nan
         if math.isnan(share):
             return 1
@@ -170,7 +178,7 @@ class Rhythm:
         return now if now - 1 - _KEEP < needed <= now else min(_MOST_UNASKED, math.ceil(needed))
 
     def _spread(self, least: int, figures: Figures) -> int:
-        """Steps between exchanges, at least as many as a transfer takes."""
+        """Return the steps between exchanges, at least as many as a transfer takes."""
         if self.options.pace == "lr" and figures.lr > 0:
             self.peak_lr = max(self.peak_lr, figures.lr)
             return max(least, min(_MOST_EVERY, round(least * (self.peak_lr / figures.lr) ** 2)))
@@ -184,16 +192,16 @@ class Rhythm:
             self.changes.append((number, every, wait))
 
     def epoch_ended(self, number: int, figures: Figures) -> None:
-        """Told of the end of an epoch; only the published rules ask."""
+        """Adapt to the figures agreed at the end of an epoch; only the published rules do."""
 
     def state(self) -> dict[str, Any]:
-        """All that is not given by the options."""
+        """Return everything that the options do not determine, for a checkpoint."""
         state = asdict(self)
         del state["options"]
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`state` gave."""
+        """Restore what :meth:`state` returned."""
         for name, value in state.items():
             setattr(self, name, value)
         self.plateau = Plateau(**state["plateau"])
@@ -202,14 +210,14 @@ class Rhythm:
 
 @dataclass
 class PaperRhythm(Rhythm):
-    """As published: averages in every step of the first and last epochs; in between, halved at each plateau."""
+    """The published rhythm: averages in every step of the first and last epochs; in between, halved at each plateau."""
 
     def __post_init__(self) -> None:
         if not self.every:
             self._change(0, 4, 1)
 
     def phase(self, step: int) -> Phase:
-        """By epoch, not by step."""
+        """Return the phase of the present epoch, whichever the step."""
         del step
         given = self.options
         warm_up = PAPER_EPOCHS if given.warm_up is None else given.warm_up
@@ -218,10 +226,10 @@ class PaperRhythm(Rhythm):
         return Phase.TOGETHER if self.epoch < warm_up or cool else Phase.APART
 
     def merged(self, number: int, figures: Figures) -> None:
-        """Nothing changes within an epoch."""
+        """Do nothing: the rhythm does not change within an epoch."""
 
     def epoch_ended(self, number: int, figures: Figures) -> None:
-        """Halves the distance on a plateau, and starts again from the greatest where it is 1 already."""
+        """Halve the distance on a plateau, or start again from the greatest if it is 1 already."""
         apart = self.phase(0) is Phase.APART
         self.epoch += 1
         if not apart or not self.plateau.see(figures.loss):
