@@ -67,7 +67,7 @@ def lasting_node(y: torch.Tensor) -> tuple[Any, int] | None:
 def kept_copy(node: Any) -> torch.Tensor | None:
     """Return the input that a layer's node keeps, which may be autocast's copy; None if it keeps none.
 
-    Not to be asked where what autograd saves is handed to somebody, who would be asked in turn.
+    Must not be called while hooks get what autograd saves: reading it would call them.
     """
     try:
         kept = getattr(node, _INPUT_OF.get(node.name(), ""), None)

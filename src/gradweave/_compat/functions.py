@@ -68,7 +68,7 @@ def part_by_part(function: Any, *, traceable: bool = False, **others: Any) -> Ca
     """Return a copy of a functional without its own ``__torch_function__`` check, so that those it calls are checked.
 
     Its own first lines would hand it to a mode as a whole, which is left for as long as it runs. Other names are what
-    they are now: make it anew for each call.
+    they are now: make another one for each call.
 
     Args:
         function: The function.

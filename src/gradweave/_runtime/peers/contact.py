@@ -51,7 +51,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 @contextmanager
 def lost_contact_as(describe: Callable[[str], LostPeerError]) -> Iterator[None]:
-    """Context of messages: raises lost contact as a :class:`LostPeerError`, and every other error as it is.
+    """Return a context for messages that raises lost contact as a :class:`LostPeerError`, and other errors as they are.
 
     Args:
         describe: Makes the error, from what torch said in a line.

@@ -190,7 +190,7 @@ def _copy_seconds(message: torch.Tensor, repeats: int) -> float:
 
 
 def _largest(group: dist.ProcessGroup | None, device: torch.device, *seconds: float) -> list[float]:
-    """The largest of all ranks' numbers, on all of them."""
+    """Return the largest of all ranks' numbers, on all ranks."""
     together = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(together, dist.ReduceOp.MAX, group=group)
     return list(together.tolist())

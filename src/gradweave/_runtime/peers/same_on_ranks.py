@@ -20,7 +20,7 @@ _ABSENT = "absent"
 
 @contextmanager
 def same_on_ranks(group: dist.ProcessGroup | None, *, technique: str, alone: bool = False) -> Iterator[dict[str, str]]:
-    """Context of each rank's checks: raises on all ranks if one of them refuses, or if their facts differ.
+    """Return a context for a rank's checks that raises on all ranks if one refuses, or if their facts differ.
 
     A rank that raised by itself would leave the others waiting in their next message.
 

@@ -364,7 +364,7 @@ class Pipeline(Attachment):
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
-        """Context in which torch's run on a first micro-batch, by which it finds out shapes, leaves no trace."""
+        """Return a context in which torch's run on a first micro-batch, by which it learns shapes, leaves no trace."""
         if self.state is not PipelineState.OPEN:
             yield
             return

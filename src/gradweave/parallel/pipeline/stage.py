@@ -31,7 +31,7 @@ class ForwardAutocast:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context of a step: autocast is off, and known."""
+        """Return a context for a step in which autocast is off, and known."""
         if not torch.is_autocast_enabled(self._device):
             yield
             return
@@ -171,7 +171,7 @@ class Stage(PipelineStage):
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Context of the run by which torch finds out shapes: it is of a copy of the layers, without hooks."""
+        """Return a context for the run by which torch learns shapes: it runs a copy of the layers, without hooks."""
         real = self.submod
         with unseen(real, self.device) as stand_in:
             self.submod = stand_in
