@@ -1,9 +1,9 @@
 """Who holds a model and an optimizer: each attachment claims what it changes, and lets go of it when it detaches.
 
 A claim on a model is a hook on each of its layers, so that a technique that is given the layer, a part of it or
-something around it finds the claim. It is a hook on loading a state dict, which costs nothing in training, and a copy of the layer does
-not have it: a copy is a stock model. What may be claimed twice, and by which techniques, says
-:mod:`gradweave._runtime.composition`.
+something around it finds the claim. It is a hook on loading a state dict, which costs nothing in training, and a copy
+of the layer does not have it: a copy is a stock model. :mod:`gradweave._runtime.composition` says what may be claimed
+twice, and by which techniques.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class TiedGradients:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """Return a context for a step whose contributions to the gradients of tied weights are summed over their ranks."""
+        """Return a context for a step that sums its gradients of tied weights over their ranks."""
         before = [p.grad for _, p in self._own]
         for _, p in self._own:
             p.grad = None
