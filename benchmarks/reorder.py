@@ -52,7 +52,7 @@ from torch import nn
 from turns import AGAIN, CHECKED_STEPS, Child, ChildFailedError, ready_ones, serve, take_turns
 
 import gradweave
-from gradweave._runtime.split_calls.queue import InLine
+from gradweave._runtime.split_calls.queue import InlineLane
 from gradweave.compare.models import GPT
 from gradweave.compare.run import environment
 from gradweave.fusion import Fusion
@@ -201,7 +201,7 @@ def make_variant(name: str, case: Case, folder: Path) -> Noted:
     handle: Reordering | None = None
     fusion = gradweave.fuse(model, optimizer, "forward") if name in ("forward", "cross_step") else None
     if name in ("split", "forward"):
-        handle = Reordering(model, InLine(), None)
+        handle = Reordering(model, InlineLane(), None)
     elif name == "side_stream":
         handle = reorder(model, "side_stream")
     elif name in ("joint", "joint_bounded", "cross_step"):
@@ -341,7 +341,7 @@ def child_environment() -> dict[str, str]:
 
 
 def costs_folder() -> Path:
-    """Beside the results; a child is told by its environment."""
+    """SideStreamLane the results; a child is told by its environment."""
     import os
 
     told = os.environ.get("GRADWEAVE_BENCHMARK_COSTS")

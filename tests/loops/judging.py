@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradweave
-from gradweave._runtime.split_calls.queue import InLine
+from gradweave._runtime.split_calls.queue import InlineLane
 from gradweave.errors import GradweaveError
 from gradweave.reordering.api import Reordering, layer_names, reorder
 from gradweave.reordering.auto import Trial
@@ -104,7 +104,7 @@ def _reorder(policy):
 
 
 def _tried(model, optimizer):
-    return [Reordering(model, InLine(), None, trial=Trial(torch.device("cpu")))]
+    return [Reordering(model, InlineLane(), None, trial=Trial(torch.device("cpu")))]
 
 
 def _both(*attach):

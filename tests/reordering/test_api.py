@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import gradweave
 from gradweave.compare.models import GPT, MobileNetV2
 from gradweave.profile import measure_costs
-from gradweave.reordering.api import reorder
+from gradweave.reordering.api import ReorderingState, reorder
 from gradweave.schedule.costs import Costs
 
 DEVICES = [
@@ -221,7 +221,7 @@ def test_a_forward_or_backward_that_fails_leaves_nothing_behind():
         model.zero_grad()
         model(x).sum().backward()
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
-    assert handle._queue.held == 0
+    assert handle._queue.held_bytes == 0
 
 
 def test_evaluation_runs_stock():
@@ -241,7 +241,7 @@ def test_evaluation_runs_stock():
         ({"policy": "side_stream", "costs": Costs.uniform(2)}, "costs"),
         ({"policy": "cross_step"}, "costs"),
         ({"policy": "cross_step", "costs": Costs.uniform(2)}, 'mode="forward"'),
-        ({"policy": "joint", "costs": Costs.uniform(2)}, "has no layer of this model"),
+        ({"policy": "joint", "costs": Costs.uniform(2)}, "costs of .*: they have no layer of this model"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -381,10 +381,12 @@ def test_an_interrupt_in_forward_or_detaching_there_leaves_nothing_behind():
     model.act = lambda: None
     model(torch.ones(1, 2)).sum().backward()
     assert torch.overrides._len_torch_function_stack() == 0
+    assert handle.state is ReorderingState.ATTACHED
     model.act = handle.detach
     assert "_Linear" not in str(model(torch.ones(1, 2)).grad_fn)
     assert torch.overrides._len_torch_function_stack() == 0
     assert not model._forward_hooks
+    assert handle.state is ReorderingState.DETACHED
 
 
 def test_evaluation_in_another_thread_during_backward():
@@ -433,8 +435,11 @@ def test_detaching_while_another_thread_is_in_forward():
     thread.start()
     assert model.inside.wait(100)
     handle.detach()
+    assert handle.state is ReorderingState.DETACHING
+    assert not handle.is_attached
     model.go_on.set()
     thread.join()
+    assert handle.state is ReorderingState.DETACHED
     assert "_Linear" not in seen[0]
     assert seen[1] == 0
     assert not model._forward_hooks

@@ -9,9 +9,9 @@ from torch import nn, optim
 
 from gradweave import _logging
 from gradweave._runtime.ab_trial import RULES, ABTrial
-from gradweave._runtime.split_calls.queue import InLine
+from gradweave._runtime.split_calls.queue import InlineLane
 from gradweave.reordering import auto
-from gradweave.reordering.api import Reordering, is_reordered, reorder
+from gradweave.reordering.api import Reordering, ReorderingState, is_reordered, reorder
 from gradweave.reordering.auto import Trial, predicted
 from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.tasks import Demand
@@ -47,7 +47,7 @@ def train(handle_of, steps, loop=lambda model, x: model(x).square().sum().backwa
 
 
 def tried(model):
-    return Reordering(model, InLine(), None, trial=Trial(torch.device("cpu")))
+    return Reordering(model, InlineLane(), None, trial=Trial(torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,7 @@ def test_what_pays_in_every_round_is_kept(monkeypatch, caplog, stock, split, cho
         made, handle = train(tried, STEPS + 3)
     assert handle._trial.chosen == chosen
     assert handle._trial.splits == (chosen == "side_stream")
+    assert handle.state is (ReorderingState.LEFT_ALONE if chosen == "stock" else ReorderingState.ATTACHED)
     assert "1000.000 ms in stock order" in handle.explain()
     assert ("left alone" in handle.explain()) == (chosen == "stock")
     assert [r.message for r in caplog.records] == [f"reorder: {handle._trial.describe()}"]
@@ -91,6 +92,7 @@ def test_evaluation_and_several_forwards_for_one_backward_are_one_step(monkeypat
 
     _, handle = train(tried, STEPS - 1, loop)
     assert handle._trial.chosen is None
+    assert handle.state is ReorderingState.TRYING
     assert "1 turns to go" in handle.explain()
     _, handle = train(tried, STEPS, loop)
     assert handle._trial.chosen == "side_stream"

@@ -65,8 +65,8 @@ def test_a_loss_that_is_kept_up_to_the_next_forward_keeps_no_update_from_waiting
     assert loss.isfinite()
 
 
-def test_backward_fusion_updates_right_behind_each_weight_gradient():
-    """Gradients are gone when backward returns: every update has come behind its own weight gradient."""
+def test_backward_fusion_updates_right_after_each_weight_gradient():
+    """Gradients are gone when backward returns: every update has come right after its own weight gradient."""
     model = net()
     optimizer = optim.SGD(model.parameters(), lr=0.1)
     handle = attach(model, optimizer, "side_stream", "backward")
@@ -75,7 +75,7 @@ def test_backward_fusion_updates_right_behind_each_weight_gradient():
         model(torch.ones(3, 4)).square().sum().backward()
         moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
         assert all(moved) == (number > 0)
-        assert handle._queue.held == 0
+        assert handle._queue.held_bytes == 0
         optimizer.step()
         optimizer.zero_grad()
 

@@ -203,10 +203,10 @@ def test_a_scripted_part_is_refused_and_nothing_is_left_behind():
 
 STEPS = {
     "the hook before": (nn.Module, "register_forward_pre_hook"),
-    "the hook behind": (nn.Module, "register_forward_hook"),
+    "the hook after": (nn.Module, "register_forward_hook"),
     "the hook on loading": (nn.Module, "register_load_state_dict_pre_hook"),
-    "the updates": (api, "Following"),
-    "the taps": (api, "SharedTaps"),
+    "the updates": (api, "FusedUpdateDeferral"),
+    "the nodes": (api, "SharedNodes"),
     "the queue": (api, "WeightGradientQueue"),
     "the layers": (api, "_layers"),
 }
@@ -278,7 +278,7 @@ def test_losses_whose_backwards_run_in_two_threads(policy):
         assert all(torch.equal(a, b) for a, b in zip(run(policy), expected, strict=True))
 
 
-def test_evaluation_in_threads_behind_a_step():
+def test_evaluation_in_threads_after_a_step():
     model = net()
     reorder(model, "side_stream")
     optimizer = optim.SGD(model.parameters(), lr=0.1)
@@ -404,11 +404,11 @@ def test_copies_made_in_the_middle_of_a_step_train_as_stock():
 
 def test_counters_see_one_forward_and_one_backward_a_step():
     """Nothing is run for the sake of a trial."""
-    from gradweave._runtime.split_calls.queue import InLine
+    from gradweave._runtime.split_calls.queue import InlineLane
     from gradweave.reordering.auto import Trial
 
     model, forwards, backwards = net(), [], []
-    api.Reordering(model, InLine(), None, trial=Trial(torch.device("cpu")))
+    api.Reordering(model, InlineLane(), None, trial=Trial(torch.device("cpu")))
     model[2].register_forward_hook(lambda *_: forwards.append(1))
     model[2].register_full_backward_hook(lambda *_: backwards.append(1))
     for number in range(1, 45):

@@ -1,4 +1,4 @@
-"""Weight gradients on a second stream, and who waits for whom: with streams that are played on the CPU."""
+"""Weight gradients on a second stream, and which stream waits for which: with streams that are played on the CPU."""
 
 from contextlib import nullcontext
 
@@ -9,8 +9,8 @@ from torch import nn, optim
 from gradweave._runtime import buckets
 from gradweave.fusion import fuse
 from gradweave.reordering.api import reorder
-from gradweave.reordering.deferred_gradients import HandedOn
-from gradweave.reordering.lanes import Beside
+from gradweave.reordering.deferred_gradients import DeferredLayerGradients
+from gradweave.reordering.lanes import SideStreamLane
 from played_streams import Races, as_if_on_a_gpu, put_updates_on_a_gpu, run_as_if_on_a_gpu
 from reordering.test_cross_step import crossing_costs, net
 
@@ -19,7 +19,7 @@ from reordering.test_cross_step import crossing_costs, net
 def races(monkeypatch):
     """With a bucket for each parameter."""
     put_updates_on_a_gpu(monkeypatch)
-    run_as_if_on_a_gpu(monkeypatch, HandedOn, "__init__")
+    run_as_if_on_a_gpu(monkeypatch, DeferredLayerGradients, "__init__")
     monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", {"forward": 1, "backward": 1})
     return Races(monkeypatch)
 
@@ -56,7 +56,7 @@ def train(races=None, *, mode=None, policy="side_stream", **options):
     ],
     ids=lambda options: ", ".join(map(str, options.values())) or "plain",
 )
-def test_nobody_is_ahead_of_what_is_computed_beside(races, options):
+def test_no_stream_reads_what_another_still_computes(races, options):
     expected = train()
     made = train(races, **options)
     assert races.found == []
@@ -65,7 +65,7 @@ def test_nobody_is_ahead_of_what_is_computed_beside(races, options):
 
 
 def test_gradients_that_another_stream_asks_for_first(races):
-    """They cross into the next forward; who looks at them before waits, and so does who goes on."""
+    """They cross into the next forward; both the stream that reads them before and the one that goes on wait."""
     model = net()
     optimizer = optim.SGD(model.parameters(), lr=0.1, foreach=False)
     fuse(model, optimizer, "forward")
@@ -83,7 +83,7 @@ def test_gradients_that_another_stream_asks_for_first(races):
             torch.stack(norms)
             optimizer.step()
             optimizer.zero_grad()
-    assert handle._crossing.crossed > 0
+    assert handle._cross_step_deferral.crossed > 0
     assert races.found == []
 
 
@@ -92,15 +92,15 @@ def test_gradients_that_another_stream_asks_for_first(races):
 @pytest.mark.parametrize("slow", ["main", "side"])
 @pytest.mark.parametrize("mode", [None, "forward", "backward"])
 def test_a_stream_of_a_gpu_that_is_slow_is_waited_for(slow, mode, monkeypatch):
-    """Whichever is slow, so that what does not wait for it reads what is not there yet."""
-    start = Beside.start
+    """Either stream is slow in turn, so that code that does not wait for it reads what is not there yet."""
+    start = SideStreamLane.start
 
     def start_slowly(self, task):
         with torch.cuda.stream(self.stream if slow == "side" else torch.cuda.current_stream()):
             torch.cuda._sleep(2_000_000)
         start(self, task)
 
-    monkeypatch.setattr(Beside, "start", start_slowly)
+    monkeypatch.setattr(SideStreamLane, "start", start_slowly)
 
     def run(woven):
         torch.manual_seed(0)

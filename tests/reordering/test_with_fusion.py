@@ -1,4 +1,4 @@
-"""Backward-fusion behind weight gradients that are still being computed: the stock training, bit for bit."""
+"""Backward-fusion after weight gradients that are still being computed: the stock training, bit for bit."""
 
 import weakref
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from gradweave._runtime.deferred.late import LateGradient
 from gradweave._runtime.split_calls import operations as split_ops
 from gradweave.fusion import fuse
 from gradweave.reordering.api import reorder
-from gradweave.reordering.with_fusion import Following
+from gradweave.reordering.with_fusion import FusedUpdateDeferral
 from reordering.test_cross_step import conv_net, crossing_costs, net
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[
@@ -89,15 +89,15 @@ def _small_buckets(monkeypatch):
 def late(monkeypatch):
     """How many layers' gradients were handed on late."""
     taken = []
-    real = Following.take
+    real = FusedUpdateDeferral.defer
 
-    def take(self, layer, *given):
+    def defer(self, layer, *given):
         made = real(self, layer, *given)
         if made is not None:
             taken.append(layer)
         return made
 
-    monkeypatch.setattr(Following, "take", take)
+    monkeypatch.setattr(FusedUpdateDeferral, "defer", defer)
     return taken
 
 
@@ -112,7 +112,7 @@ def test_it_trains_as_in_stock_order(device, policy, autocast, make, size, late)
     assert "follow" in made[3].explain()
 
 
-def test_an_update_comes_right_behind_its_gradients():
+def test_an_update_comes_right_after_its_gradients():
     events = []
 
     @contextmanager
@@ -137,15 +137,15 @@ def test_an_update_comes_right_behind_its_gradients():
 def test_gradients_are_freed_in_backward(device, late, monkeypatch):
     alive = []
     made = weakref.WeakSet()
-    real = Following.take
+    real = FusedUpdateDeferral.defer
 
-    def take(self, layer, *given):
-        alive.append(sum(len(layer._made) for layer in made))
+    def defer(self, layer, *given):
+        alive.append(sum(len(layer._gradients) for layer in made))
         taken = real(self, layer, *given)
-        made.update(self._open)
+        made.update(self._pending)
         return taken
 
-    monkeypatch.setattr(Following, "take", take)
+    monkeypatch.setattr(FusedUpdateDeferral, "defer", defer)
     train("side_stream", device=device)
     assert max(alive) <= 4
 
@@ -176,7 +176,7 @@ def test_what_no_update_takes_is_there_when_backward_returns(device, late):
 
 
 @pytest.mark.parametrize("when", ["accumulated", "hooked"])
-def test_gradients_that_somebody_else_needs_are_waited_for(when, late):
+def test_gradients_that_something_else_needs_are_waited_for(when, late):
     def loop(number, model, optimizer, fusion, handle):
         if number == 1 and when == "hooked":
             for p in model.parameters():

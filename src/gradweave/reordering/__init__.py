@@ -1,4 +1,4 @@
-"""Linear and convolution layers whose weight gradient is a task of its own, apart from the input gradient."""
+"""Reordered backward: weight gradients of linear and convolution layers apart from the chain of input gradients."""
 
 from gradweave.reordering.api import Reordering, layer_names, reorder, split_in_order
 

@@ -1,4 +1,4 @@
-"""Weight gradients beside the chain of input gradients, on a stream of their own."""
+"""The lane of weight gradients that run on a second stream, beside the chain of input gradients."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ import torch
 from gradweave._runtime.split_calls.task import Task
 
 
-class Beside:
-    """On a second stream of a GPU, as soon as their inputs are there.
+class SideStreamLane:
+    """A second stream of a GPU, on which each task begins as soon as its inputs have been made.
 
-    A task's inputs were made by the first stream: they are kept until that stream has waited for the
-    task, so that their memory is not used again while the second stream still reads it. What the second
-    stream makes, the first uses only behind that wait; and since every task begins behind all that
-    the first stream was given before, memory comes back to the second only when the first is through
-    with it. So nothing needs to be recorded with the allocator, and a capture that begins and ends on
-    the first stream holds all of it.
+    No tensor is recorded with the allocator (``record_stream``), so that a CUDA graph that begins and ends on the first
+    stream captures all of it. Instead:
+
+    * The memory of a task's inputs belongs to the first stream. The task keeps them alive until the first stream has
+      waited for the task, so that this memory is not used again while the second stream still reads it.
+    * The memory of a task's result belongs to the second stream. The first stream uses the result only after it has
+      waited for the task. Every task begins after all work that the first stream was given before, so when the second
+      stream gets that memory back, the first has finished with it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self._done: WeakKeyDictionary[Task, torch.cuda.Event] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[Task, torch.cuda.Event] = WeakKeyDictionary()
 
     def start(self, task: Task) -> None:
-        """Lets the second stream compute the task, behind all that the first has been given so far."""
+        """Compute a task on the second stream, after everything that the current stream has been given so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             task.compute()
-            self._done[task] = torch.cuda.Event()
-            self._done[task].record()
+            self._ends[task] = torch.cuda.Event()
+            self._ends[task].record()
 
     def wait(self, task: Task) -> None:
-        """Lets the current stream wait for the task."""
-        torch.cuda.current_stream(self.stream.device).wait_event(self._done[task])
+        """Let the current stream wait for a task."""
+        torch.cuda.current_stream(self.stream.device).wait_event(self._ends[task])

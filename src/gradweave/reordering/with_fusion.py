@@ -1,4 +1,4 @@
-"""Updates that follow their weight gradients: backward-fusion on the stream where these are computed."""
+"""Backward-fusion on the stream of the weight gradients: updates that follow these."""
 
 from __future__ import annotations
 
@@ -7,76 +7,75 @@ from contextlib import ExitStack
 
 import torch
 
-from gradweave._compat.eager import NO_BACKWARD, at_end_of_backward, current_backward
+from gradweave._runtime.backward import BackwardEnd
 from gradweave._runtime.split_calls.queue import WeightGradientQueue
+from gradweave._runtime.split_calls.shared_nodes import Weights
 from gradweave._runtime.split_calls.task import Gradients, Task
-from gradweave.reordering.cross_step import Weights, is_of_layer
-from gradweave.reordering.deferred_gradients import HandedOn, can_wait
+from gradweave.reordering.deferred_gradients import DeferredLayerGradients, are_of_layer, may_defer
 
 
-class Following:
-    """Hands stand-ins on for gradients that backward-fusion uses up before backward ends.
+class FusedUpdateDeferral:
+    """Deferral of gradients that backward-fusion uses before backward ends.
 
-    Autograd brings them to its hooks as soon as backward is through with the layer; the update then asks for the
-    real ones where they are computed. What no update has taken by the end of backward is finished there.
+    Autograd brings the stand-ins to the fusion's hooks as soon as backward has finished with the layer; the update then
+    asks for the real gradients on the stream on which they are computed. What no update has taken by the end of the
+    backward is finished there.
 
     Args:
-        queue: Where backward leaves the tasks.
-        takes_late: Whether the next that uses a parameter's gradient is an update that can wait for it.
+        queue: The queue in which backward leaves the tasks.
+        takes_late: Returns whether the next use of a parameter's gradient is an update that can wait for it.
 
     Attributes:
-        weights: Of the layers of the forward that ran last, if their updates are to follow.
+        weights: Weights, in the forward that ran last, of the layers whose updates follow their gradients.
     """
 
     def __init__(self, queue: WeightGradientQueue, takes_late: Callable[[torch.Tensor], bool]) -> None:
         self.weights: Weights = {}
         self._queue = queue
         self._takes_late = takes_late
-        self._open: list[HandedOn] = []
-        self._backward = NO_BACKWARD
-        queue.late = self
+        self._pending: list[DeferredLayerGradients] = []
+        self._end = BackwardEnd(lambda _: self.settle())
+        queue.deferral = self
 
-    def take(
+    def defer(
         self, layer: int, weight: torch.Tensor, bias: torch.Tensor | None, tasks: Sequence[Task]
     ) -> Gradients | None:
-        """Stand-ins for the gradients of a weight and its bias; None if they are to be waited for."""
-        if not tasks or torch.is_grad_enabled() or not is_of_layer(self.weights, layer, weight, bias):
+        """Return stand-ins for the gradients of a weight and its bias; None if backward must wait for these."""
+        if not tasks or torch.is_grad_enabled() or not are_of_layer(self.weights, layer, weight, bias):
             return None
         params = [weight] if bias is None else [weight, bias]
-        if not all(can_wait(p) and self._takes_late(p) for p in params):
+        if not all(may_defer(p) and self._takes_late(p) for p in params):
             return None
         for task in tasks:
-            task.outlives = True
-        if self._backward != current_backward():
-            self._backward = current_backward()
-            at_end_of_backward(self.settle)
-        made = HandedOn(self._queue, list(tasks), params)
-        self._open = [layer for layer in self._open if not layer.is_over]
-        self._open.append(made)
-        return made.stand_ins()
+            task.outlives_backward = True  # the queue must not drop it at the end: settle() may come after that
+        self._end.note()
+        deferred = DeferredLayerGradients(self._queue, list(tasks), params)
+        self._pending = [layer for layer in self._pending if not layer.is_over]
+        self._pending.append(deferred)
+        return deferred.stand_ins()
 
     def begin_forward(self, weights: Weights) -> None:
-        """Takes note of the weights as they are now; finishes what a backward that failed has left."""
+        """Note the weights as they are now; finish what a backward that has failed has left."""
         self.wait()
         self.weights = weights
 
     def wait(self) -> None:
-        """After a backward that failed: finishes everything, and waits for updates that are under way."""
-        if self._backward != NO_BACKWARD:
-            if (stream := self._queue.place.stream) is not None:
+        """Finish what a backward that has failed has left, and wait for updates that are still running."""
+        if self._end.is_pending:
+            self._end.forget()
+            if (stream := self._queue.lane.stream) is not None:
                 torch.cuda.current_stream(stream.device).wait_stream(stream)
             self.settle()
 
     def settle(self) -> None:
-        """Finishes everything, on the stream of the backward."""
-        self._backward = NO_BACKWARD
-        with ExitStack() as everything:
-            for layer in self._open:
-                everything.callback(layer.settle_in_place if layer.is_wanted else layer.drop)
-            self._open = []
+        """Finish everything on the stream of the backward, also where one of the computations fails."""
+        with ExitStack() as stack:  # which runs all callbacks, and raises after the last
+            for layer in self._pending:
+                stack.callback(layer.settle_in_place if layer.is_wanted else layer.drop)
+            self._pending = []
 
     def close(self) -> None:
-        """Finishes everything; gradients are waited for from now on."""
+        """Finish everything; backward waits for gradients from now on."""
         self.wait()
         self.settle()
-        self._queue.late = None
+        self._queue.deferral = None

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradweave._runtime.split_calls.queue import InLine, WeightGradientQueue
+from gradweave._runtime.split_calls.queue import InlineLane, WeightGradientQueue
 from gradweave._runtime.split_calls.task import Task
 from gradweave.errors import GradweaveError
 
@@ -23,12 +23,12 @@ def task(layer, elements, ran):
 @given(st.lists(st.integers(0, 9), max_size=20), st.integers(0, 100) | st.none(), st.randoms())
 def test_the_oldest_run_over_the_bound_and_each_runs_once(sizes, budget, random):
     ran = []
-    queue = WeightGradientQueue(InLine(), budget)
+    queue = WeightGradientQueue(InlineLane(), budget)
     tasks = [task(number, size, ran) for number, size in enumerate(sizes)]
     for one in tasks:
         queue.add(one)
-        assert budget is None or queue.held <= budget
-        assert queue.held == sum(t.held for t in tasks[: one.layer + 1] if not t.is_finished)
+        assert budget is None or queue.held_bytes <= budget
+        assert queue.held_bytes == sum(t.held_bytes for t in tasks[: one.layer + 1] if not t.is_finished)
     assert ran == sorted(ran)
     random.shuffle(tasks)
     for one in tasks:
@@ -37,52 +37,52 @@ def test_the_oldest_run_over_the_bound_and_each_runs_once(sizes, budget, random)
         assert float(one.take()[0]) == sizes[one.layer]
         with pytest.raises(GradweaveError, match="gone"):
             one.take()
-    assert queue.held == 0
+    assert queue.held_bytes == 0
     assert sorted(ran) == list(range(len(sizes)))
-    assert budget is None or queue.most_held <= budget
+    assert budget is None or queue.peak_bytes <= budget
 
 
 def test_a_task_goes_with_its_graph():
     ran = []
-    queue = WeightGradientQueue(InLine())
+    queue = WeightGradientQueue(InlineLane())
     one = task(0, 4, ran)
     queue.add(one)
-    assert queue.held == 16
+    assert queue.held_bytes == 16
     del one
-    assert (queue.held, ran) == (0, [])
+    assert (queue.held_bytes, ran) == (0, [])
 
 
 def test_a_task_that_outlives_its_backward_holds_all_its_inputs_within_the_bound():
-    queue = WeightGradientQueue(InLine(), 100)
+    queue = WeightGradientQueue(InlineLane(), 100)
     tasks = []
     for layer in range(3):
         grad, x = torch.ones(4), torch.ones(8)
         tasks.append(Task(layer, (grad,), lambda grad=grad, x=x: (grad.sum() + x.sum(), None), (x,)))
         queue.add(tasks[-1])
-    assert queue.held == 3 * 16
-    assert all(one.can_outlive for one in tasks)
+    assert queue.held_bytes == 3 * 16
+    assert all(one.can_outlive_backward for one in tasks)
     for one in tasks:
-        queue.outlive(one)
-        assert queue.held <= 100
-    assert queue.most_held <= 100
+        queue.outlive_backward(one)
+        assert queue.held_bytes <= 100
+    assert queue.peak_bytes <= 100
     assert tasks[0].is_finished
     assert [float(queue.finish_and_take(one)[0]) for one in tasks] == [12.0] * 3
-    assert queue.held == 0
+    assert queue.held_bytes == 0
 
 
 def test_inputs_that_were_overwritten_are_noticed():
-    queue = WeightGradientQueue(InLine())
+    queue = WeightGradientQueue(InlineLane())
     grad, x = torch.ones(4), torch.ones(8)
     one = Task(0, (grad,), lambda: (grad.sum() + x.sum(), None), (x,))
     queue.add(one)
-    queue.outlive(one)
+    queue.outlive_backward(one)
     x.zero_()
     with pytest.raises(GradweaveError, match="changed in place"):
         queue.make_ready(one)
     with pytest.raises(GradweaveError, match="changed in place"):
         queue.finish(one)
     queue.drop(one)
-    assert queue.held == 0
+    assert queue.held_bytes == 0
 
 
 def test_a_recorder_sees_each_task_once():
@@ -93,7 +93,7 @@ def test_a_recorder_sees_each_task_once():
         seen.append(layer)
         yield
 
-    queue = WeightGradientQueue(InLine())
+    queue = WeightGradientQueue(InlineLane())
     queue.recorder = recorder
     ran = []
     one, two = task(0, 4, ran), task(1, 4, ran)

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gradweave._runtime.split_calls.queue import InLine, WeightGradientQueue
+from gradweave._runtime.split_calls.queue import InlineLane, WeightGradientQueue
 from gradweave.parallel.data_parallel.reverse_first_k import HeldBack
 
 
@@ -20,7 +20,7 @@ def test_gradients_are_the_stock_ones_and_come_first_layer_first():
         if number not in (1, 3):
             module.weight.register_post_accumulate_grad_hook(lambda _, number=number: came.append(number))
     held = {0: model[0], 1: model[2], 2: model[4]}
-    with HeldBack(WeightGradientQueue(InLine()), held, resolved.append):
+    with HeldBack(WeightGradientQueue(InlineLane()), held, resolved.append):
         loss = F.cross_entropy(model(x), torch.tensor([0, 1, 1]))
     loss.backward()
     assert came == [5, 0, 2, 4]
@@ -38,7 +38,7 @@ def test_the_output_projection_of_an_attention_is_held_back():
     came = []
     for name, p in model.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))
-    with HeldBack(WeightGradientQueue(InLine()), {1: model.self_attn.out_proj, 2: model.linear1}, lambda _: None):
+    with HeldBack(WeightGradientQueue(InlineLane()), {1: model.self_attn.out_proj, 2: model.linear1}, lambda _: None):
         loss = model(x).square().sum()
     loss.backward()
     assert came[-4:-2] == ["self_attn.out_proj.weight", "self_attn.out_proj.bias"]

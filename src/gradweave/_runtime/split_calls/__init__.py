@@ -1,1 +1,1 @@
-"""Calls of layers whose backward is split: the input gradient at once, the weight gradient as a task for later."""
+"""The split backward of linear and convolution calls: input gradients at once, weight gradients as tasks for later."""

@@ -1,4 +1,4 @@
-"""What autocast has cast once, for all calls until its context ends."""
+"""Notes that live as long as the copies that autocast caches."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ from typing import Any
 
 import torch
 
-from gradweave._compat.eager import is_view, notes_of_node
+from gradweave._compat.autograd import notes_of_node
+from gradweave._compat.tensors import is_view
 
 
-class Casts(threading.local):
-    """Notes that live exactly as long as what autocast keeps: each thread's, up to the end of its outermost context.
+class AutocastNotes(threading.local):
+    """Notes with the lifetime of autocast's cache: one set per thread, up to the end of its outermost context.
 
-    Autograd sums the gradients of such a copy up in low precision, over all forwards in that context. Torch does
-    not say when it forgets its copies, so a tensor without elements is cast along, and the notes stay with its copy.
+    Autocast casts a leaf once per context. All forwards in that context share the copy, and autograd sums the gradients
+    of the copy in low precision before it casts them back: split calls must do the same to get the same bits.
     """
 
     def __init__(self) -> None:
-        self._alongside: dict[torch.device, torch.Tensor] = {}
+        self._probes: dict[torch.device, torch.Tensor] = {}
 
-    def kept(self, device: torch.device) -> dict[Any, Any]:
-        """The notes of the context that the calling thread is in."""
-        if device not in self._alongside:
-            self._alongside[device] = torch.empty(0, 0, device=device, requires_grad=True)
-        empty = self._alongside[device]
-        product = torch.mm(empty, empty)
-        if product.grad_fn is None or product.dtype is empty.dtype:  # autocast is off
+    def of_context(self, device: torch.device) -> dict[Any, Any]:
+        """Return the notes of the autocast context that the calling thread is in; an empty dict outside of one."""
+        # Torch announces neither a new cache nor the end of one. So a probe without elements is cast along: its copy
+        # is in the cache as all others are, and the notes hang on the node of autograd that made this copy.
+        if device not in self._probes:
+            self._probes[device] = torch.empty(0, 0, device=device, requires_grad=True)
+        probe = self._probes[device]
+        product = torch.mm(probe, probe)
+        if product.grad_fn is None or product.dtype is probe.dtype:  # autocast is off
             return {}
         return notes_of_node(product.grad_fn.next_functions[0][0])
 
 
 def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the precision in which autocast, if it is on, has a tensor used in linear and convolution calls."""
+    """Return the precision in which linear and convolution calls use a tensor under the current autocast state."""
     device = tensor.device.type
     if tensor.is_floating_point() and tensor.dtype is not torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -40,7 +43,7 @@ def autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def is_cast_once(tensor: torch.Tensor) -> bool:
-    """Whether autocast casts a tensor for the first call that uses it, and keeps the copy for the others."""
+    """Return whether autocast caches the copy of a tensor, so that all calls in the context share it."""
     return (
         tensor.is_leaf
         and tensor.requires_grad

@@ -1,4 +1,4 @@
-"""Linear and convolution with the two parts of their backward apart."""
+"""Autograd functions of linear and convolution whose backward leaves the weight gradient as a task."""
 
 from __future__ import annotations
 
@@ -10,31 +10,34 @@ import torch
 from torch.autograd import Function
 from torch.nn import functional
 
-from gradweave._compat.eager import no_torch_function
-from gradweave._runtime.split_calls.taps import Pending, Tap
+from gradweave._compat.functions import no_torch_function
 from gradweave._runtime.split_calls.task import Gradients, Task
+from gradweave._runtime.split_calls.weights import CallWeights, GradientSink
 
 aten = torch.ops.aten
 
 
-def split_linear(x: torch.Tensor, tap: Tap) -> torch.Tensor:
-    """As ``functional.linear``, in the input's precision, the weight gradient left in the tap."""
-    weight, bias = tap.used_as(x.dtype)
+def split_linear(x: torch.Tensor, weights: CallWeights) -> torch.Tensor:
+    """Return ``functional.linear`` in the input's precision; its backward leaves the weight gradient in the sink."""
+    weight, bias = weights.use(x.dtype)
     shape = x.shape
+    # As torch does it: the rows of a contiguous input are one matrix product, not a batch of products.
     flattens = x.dim() > 2 and x.is_contiguous()
     if flattens:
         x = x.view(-1, shape[-1])
-    result: torch.Tensor = _Linear.apply(tap.pending, x, weight, bias)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Linear.apply(weights.sink, x, weight, bias)  # type: ignore[no-untyped-call]
     return result.view(*shape[:-1], weight.shape[0]) if flattens else result
 
 
 class _Linear(Function):
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, sink: GradientSink, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        ctx.pending = pending
-        ctx.packed = _is_packed(weight.t())
+        ctx.sink = sink
+        # Autograd's formulas for matrix products choose by the layout of an operand whether they compute the product or
+        # that of the transposes; the gradient's strides show which.
+        ctx.is_packed = _is_packed(weight.t())
         needs_x = ctx.needs_input_grad[1]
         ctx.save_for_backward(x, weight if needs_x else None)
         return functional.linear(x, weight, bias)
@@ -44,26 +47,26 @@ class _Linear(Function):
         x, weight = ctx.saved_tensors
         _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         if needs_x and torch.is_grad_enabled():
-            weight = ctx.pending.in_derivatives(weight, of_call=True)
+            weight = ctx.sink.differentiable(weight, of_call=True)
         of_x = _linear_input(grad, x, weight) if needs_x else None
         if not (needs_weight or needs_bias):
             return None, of_x, None, None
-        if torch.is_grad_enabled():
-            return None, of_x, *_linear_weight(grad, x, needs_weight, needs_bias, ctx.packed)
-        x, made_by_model = _own(x, ctx.pending)
-        compute = partial(_linear_weight, grad, x, needs_weight, needs_bias, ctx.packed)
-        ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute, made_by_model))
+        if torch.is_grad_enabled():  # create_graph: a task would be out of the sight of the backward of this backward
+            return None, of_x, *_linear_weight(grad, x, needs_weight, needs_bias, ctx.is_packed)
+        x, activations = _kept_input(x, ctx.sink)
+        compute = partial(_linear_weight, grad, x, needs_weight, needs_bias, ctx.is_packed)
+        ctx.sink.add(Task(ctx.sink.layer, (grad,), compute, activations))
         return None, of_x, None, None
 
 
-def _own(x: torch.Tensor, pending: Pending) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """An input without the graph behind it; once more if the forward has computed it and its task may outlive that.
+def _kept_input(x: torch.Tensor, sink: GradientSink) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Return an input as a task keeps it, and the activations by which the task may outlive its backward.
 
-    A batch, which the loop may fill again, is not one of these.
+    A leaf is not one of them: it may be a batch, which the loop may fill again.
     """
-    if not pending.may_outlive or x.is_leaf:
+    if not sink.may_outlive_backward or x.is_leaf:
         return x, ()
-    x = x.detach()
+    x = x.detach()  # or the task would keep the graph below this call alive
     return x, (x,)
 
 
@@ -72,12 +75,12 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_packed(matrix: torch.Tensor) -> bool:
-    """Whether a matrix lies in memory column by column."""
+    """Return whether a matrix lies in memory column by column."""
     return matrix.stride(0) == 1 and matrix.stride(1) == matrix.shape[0]
 
 
 def _linear_input(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The input gradient, laid out as autograd does it."""
+    """Return the input gradient in the layout that autograd gives it."""
     if x.dim() != 2:
         return (_rows(grad) @ weight).view(x.shape)
     return (weight.t() @ grad.t()).t() if _is_packed(x) else grad @ weight
@@ -95,7 +98,7 @@ def _linear_weight(grad: torch.Tensor, x: torch.Tensor, weight: bool, bias: bool
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a convolution goes over its input; the arguments of ``aten::convolution`` behind the bias."""
+    """The arguments of ``aten::convolution`` after the bias."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -105,21 +108,30 @@ class Geometry:
     groups: int
 
     def arguments(self) -> tuple[Any, ...]:
-        """In the order in which they are given."""
+        """Return them in their order."""
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
 
-class _Leaf(NamedTuple):
-    """A leaf, out of autograd's sight."""
+class _HiddenLeaf(NamedTuple):
+    """A leaf among the arguments of a Function that autograd does not see: Functions look for tensors only."""
 
     tensor: torch.Tensor
 
 
-def split_convolution(x: torch.Tensor, tap: Tap, geometry: Geometry, leaf: torch.Tensor) -> torch.Tensor:
-    """As ``aten::convolution``, in the input's precision, the weight gradient left in the tap."""
-    weight, bias = tap.used_as(x.dtype)
-    kept = _Leaf(leaf) if leaf.is_leaf and leaf.dtype is x.dtype else None
-    result: torch.Tensor = _Convolution.apply(tap.pending, geometry, x, weight, bias, kept)  # type: ignore[no-untyped-call]
+def split_convolution(
+    x: torch.Tensor, weights: CallWeights, geometry: Geometry, original: torch.Tensor
+) -> torch.Tensor:
+    """Return ``aten::convolution`` in the input's precision; its backward leaves the weight gradient in the sink.
+
+    Args:
+        x: The input.
+        weights: Weight and bias.
+        geometry: The other arguments.
+        original: The weight as the model has it.
+    """
+    weight, bias = weights.use(x.dtype)
+    hidden = _HiddenLeaf(original) if original.is_leaf and original.dtype is x.dtype else None
+    result: torch.Tensor = _Convolution.apply(weights.sink, geometry, x, weight, bias, hidden)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -127,14 +139,14 @@ class _Convolution(Function):
     @staticmethod
     def forward(
         ctx: Any,
-        pending: Pending,
+        sink: GradientSink,
         geometry: Geometry,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        leaf: _Leaf | None,
+        leaf: _HiddenLeaf | None,
     ) -> torch.Tensor:
-        ctx.pending = pending
+        ctx.sink = sink
         ctx.leaf = leaf
         ctx.geometry = geometry
         ctx.bias_sizes = None if bias is None else tuple(bias.shape)
@@ -147,15 +159,17 @@ class _Convolution(Function):
         x, weight = ctx.saved_tensors
         _, _, needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if ctx.leaf is not None and not torch.is_grad_enabled():
-            with no_torch_function():  # autograd keeps a leaf itself: what was put into its .data since is what it uses
+            # Autograd saves a leaf itself, not an alias of its memory: a stock backward uses a tensor that was put into
+            # its .data since. Reading the leaf must not apply an update that is pending on it.
+            with no_torch_function():
                 weight = ctx.leaf.tensor.detach()
 
         def backward(x: torch.Tensor, weight: torch.Tensor, mask: list[bool]) -> Any:
             return aten.convolution_backward(grad, x, weight, ctx.bias_sizes, *ctx.geometry.arguments(), mask)
 
-        if torch.is_grad_enabled():  # all at once, as torch does it: derivatives of these are computed from there
+        if torch.is_grad_enabled():  # in one call, as torch does it: the double backward of that call has its bits
             mask = [needs_x, needs_weight, needs_bias]
-            made = backward(x, ctx.pending.in_derivatives(weight, of_call=False), mask)
+            made = backward(x, ctx.sink.differentiable(weight, of_call=False), mask)
             return (
                 None,
                 None,
@@ -166,9 +180,9 @@ class _Convolution(Function):
         if not (needs_weight or needs_bias):
             return None, None, of_x, None, None, None
         mask = [False, needs_weight, needs_bias]
-        x, made_by_model = _own(x, ctx.pending)
+        x, activations = _kept_input(x, ctx.sink)
         compute = partial(_convolution_weight, grad, x, weight.detach(), ctx.bias_sizes, ctx.geometry, mask)
-        ctx.pending.leave(Task(ctx.pending.layer, (grad,), compute, made_by_model))
+        ctx.sink.add(Task(ctx.sink.layer, (grad,), compute, activations))
         return None, None, of_x, None, None, None
 
 

@@ -1,4 +1,4 @@
-"""The weight gradient of one call: computed once, at any time after the backward of its call."""
+"""The weight gradient of one call as a task: computed once, at any time after the backward of its call."""
 
 from __future__ import annotations
 
@@ -18,57 +18,60 @@ Recorder = Callable[[int], AbstractContextManager[None]]
 class Task:
     """The weight gradient of one call of a layer.
 
+    It is *computed* when its kernels have been launched; it keeps its inputs alive until it is *finished*, and its
+    result until it is *taken*. On a GPU the two first differ: the kernels may run on another stream, and the memory of
+    their inputs may only be used again once the stream that it belongs to has waited for them.
+
+    Args:
+        layer: Number of the layer, the same for all calls that use one weight.
+        output_gradients: Inputs that it keeps alive, besides those that forward keeps alive anyway.
+        compute: Returns the gradients.
+        activations: Inputs that the forward has computed and kept; empty if the loop might write to them. Only a task
+            whose activations are known may outlive its backward.
+
     Attributes:
-        layer: Of which weight; the same for all calls that use it.
-        held: Bytes that stay alive until it is finished, besides those that forward keeps anyway.
-        outlives: Whether it goes on past the end of its backward.
+        layer: Number of the layer.
+        held_bytes: Bytes that stay alive until it is finished, besides those that forward keeps alive anyway.
+        outlives_backward: Whether it is finished after the end of its backward.
     """
 
     def __init__(
         self,
         layer: int,
-        held: Sequence[torch.Tensor],
+        output_gradients: Sequence[torch.Tensor],
         compute: Callable[[], Gradients],
-        made_by_model: Sequence[torch.Tensor] = (),
+        activations: Sequence[torch.Tensor] = (),
     ) -> None:
-        """A task that is to be computed.
-
-        Args:
-            layer: Of which weight.
-            held: What it keeps alive, besides what forward does.
-            compute: Gives the gradients.
-            made_by_model: What forward has kept for it, if nobody else is likely to write there later; a
-                task may outlive its backward only then.
-        """
         self.layer = layer
-        self.held = _bytes_of(held)
-        self.outlives = False
+        self.held_bytes = _size_in_bytes(output_gradients)
+        self.outlives_backward = False
         self._compute: Callable[[], Gradients] | None = compute
         self._result: Gradients | None = None
-        self._inputs = (*held, *made_by_model) if made_by_model else ()
+        self._inputs = (*output_gradients, *activations) if activations else ()
         self._versions: tuple[int, ...] = ()
 
     @property
-    def can_outlive(self) -> bool:
-        """Whether its inputs are the model's own."""
+    def can_outlive_backward(self) -> bool:
+        """Whether all of its inputs are known, and the forward's own."""
         return bool(self._inputs)
 
-    def outlive(self) -> None:
-        """Notes that it goes on past its backward, and holds all of its inputs from then on."""
-        self.outlives = True
-        self.held = _bytes_of(self._inputs)
+    def outlive_backward(self) -> None:
+        """Let it be finished after the end of its backward; from then on it alone holds all of its inputs."""
+        self.outlives_backward = True
+        self.held_bytes = _size_in_bytes(self._inputs)
         self.watch_inputs()
 
     def watch_inputs(self) -> None:
-        """Notes what its inputs are now, so that a change is found when it is finished."""
+        """Note the versions of its inputs, so that :meth:`check_inputs` finds changes in place."""
+        # Autograd checks versions of saved tensors when a node unpacks them; these are read after their node has run.
         self._versions = tuple(tensor._version for tensor in self._inputs)
 
     def check_inputs(self) -> None:
-        """Raises if somebody has written to inputs that are watched."""
+        """Raise GradweaveError if an input that is watched was changed in place."""
         if self._versions and self._versions != tuple(tensor._version for tensor in self._inputs):
             raise GradweaveError(
-                "an activation was changed in place before the weight gradient that needs it, and waits, was computed; "
-                'do not write to it there, or let none wait: policy="joint" instead of "cross_step", '
+                "an activation was changed in place before the deferred weight gradient that needs it was computed; "
+                'do not write to it there, or defer no weight gradients: policy="joint" instead of "cross_step", '
                 'or "one_f_one_b" in a pipeline'
             )
 
@@ -78,12 +81,12 @@ class Task:
         return self._compute is None
 
     def compute(self) -> None:
-        """Computes the gradients, on the current stream, unless it was done; the inputs stay alive."""
+        """Compute the gradients on the current stream, unless that was done; the inputs stay alive."""
         if self._result is None and self._compute is not None:
             self._result = self._compute()
 
     def record(self, recorder: Recorder) -> None:
-        """Has the gradients computed inside ``recorder(layer)``."""
+        """Compute the gradients inside ``recorder(layer)``."""
         compute = self._compute
 
         def recorded() -> Gradients:
@@ -93,37 +96,43 @@ class Task:
         self._compute = recorded
 
     def then(self, change: Callable[[Gradients], Gradients]) -> None:
-        """Has the gradients changed right where they are computed."""
+        """Apply a function to the gradients right where they are computed, on the same stream."""
         compute = self._compute
         self._compute = lambda: change(compute())  # type: ignore[misc]
 
     def finish(self) -> None:
-        """Computes the gradients, unless it was done, and lets go of the inputs."""
+        """Compute the gradients, unless that was done, and release the inputs."""
         self.compute()
         self.check_inputs()
-        self._compute = None
-        self._inputs = ()
-        self._versions = ()
+        self._release_inputs()
 
     @property
     def result(self) -> Gradients:
-        """The gradients, which it keeps."""
+        """The gradients, which the task keeps.
+
+        Raises:
+            GradweaveError: They were taken, or dropped.
+        """
         if self._result is None:
             raise GradweaveError("a weight gradient is gone: it was taken, or its backward ended without it")
         return self._result
 
     def take(self) -> Gradients:
-        """Hands the gradients of a finished task over; it does not keep them."""
+        """Return the gradients of a finished task, which does not keep them."""
         result = self.result
         self._result = None
         return result
 
     def drop(self) -> None:
-        """Lets go of inputs and results: nobody will ask."""
-        self._compute = self._result = None
+        """Release inputs and results: the gradients are not wanted."""
+        self._result = None
+        self._release_inputs()
+
+    def _release_inputs(self) -> None:
+        self._compute = None
         self._inputs = ()
         self._versions = ()
 
 
-def _bytes_of(tensors: Sequence[torch.Tensor]) -> int:
+def _size_in_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -29,7 +29,7 @@ from gradweave._runtime.peers.same_on_ranks import (
     same_on_ranks,
 )
 from gradweave._runtime.replicas import Lookout
-from gradweave._runtime.split_calls.queue import InLine, WeightGradientQueue
+from gradweave._runtime.split_calls.queue import InlineLane, WeightGradientQueue
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.errors import ArgumentError, GradweaveError, LostPeerError
 from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, State, Tuner
@@ -123,7 +123,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         self._updates: AveragedUpdates | None = None
         self._trained: tuple[Any, ...] = ()
         self._has_stepped = False
-        self._queue = WeightGradientQueue(InLine())
+        self._queue = WeightGradientQueue(InlineLane())
         self.register_load_state_dict_pre_hook(_with_own_names)  # type: ignore[no-untyped-call]
         with ExitStack() as attached:
             self._attach(attached, process_group, timeout, broadcast_buffers)
@@ -241,7 +241,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
     @property
     def most_bytes_held(self) -> int:
         """The most bytes that held-back weight gradients have kept alive at once."""
-        return self._queue.most_held
+        return self._queue.peak_bytes
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's state, with the model's own names."""
@@ -377,7 +377,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             accumulates=self._before_adding,
         )  # fmt: skip
         self._reducer.enabled = syncs
-        self._queue = WeightGradientQueue(InLine(), self._byte_budget)
+        self._queue = WeightGradientQueue(InlineLane(), self._byte_budget)
         if not arrangement.barrier:
             self._updates = AveragedUpdates(self.module, self._optimizer, self._reducer)
         self._arrangement = arrangement

@@ -92,7 +92,7 @@ class StepWatch:
             if self._last is not None:
                 self._record(Kind.X, task.layer, self._last, begin)
             self._record(Kind.W, task.layer, begin, end)
-            self._output_bytes[task.layer] = task.held
+            self._output_bytes[task.layer] = task.held_bytes
 
     def wait(self, task: Task) -> None:
         """Return at once: the task was computed when it started."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from gradweave._compat.eager import gradient_hooks
-from gradweave._runtime.split_calls.autocast_cache import Casts
+from gradweave._compat.autograd import gradient_hooks
+from gradweave._runtime.split_calls.autocast_cache import AutocastNotes
 from gradweave._runtime.split_calls.mode import CallSplitter
-from gradweave._runtime.split_calls.taps import WeightCopies
 from gradweave._runtime.split_calls.task import Task
+from gradweave._runtime.split_calls.weights import WeightCopies
 
 Parameters = tuple[nn.Parameter, nn.Parameter | None]
 """A weight and its bias."""
@@ -65,7 +65,7 @@ class StageWeightGradients:
     @property
     def held(self) -> int:
         """Bytes that are kept alive for them."""
-        return sum(task.held for _, task in self._tasks or ())
+        return sum(task.held_bytes for _, task in self._tasks or ())
 
     def run(self) -> None:
         """Compute them, unless that was done, and add them to the gradients.
@@ -133,12 +133,12 @@ class _StageTaps:
     """
 
     def __init__(self, leave: Callable[[Parameters, Task], None]) -> None:
-        self.casts = Casts()
+        self.autocast_notes = AutocastNotes()
         self._leave = leave
         # By id: the entry keeps weight and bias alive, so that no other tensor gets their ids.
         self._taps: dict[tuple[int, int], tuple[_StageTap, torch.Tensor, torch.Tensor | None]] = {}
 
-    def tap(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _StageTap | None:
+    def of_call(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _StageTap | None:
         """Return the tap of a weight and a bias."""
         if not isinstance(weight, nn.Parameter) or not (bias is None or isinstance(bias, nn.Parameter)):
             return None
@@ -147,11 +147,11 @@ class _StageTaps:
             self._taps[key] = _StageTap(len(self._taps), (weight, bias), self._leave), weight, bias
         return self._taps[key][0]
 
-    def has(self, param: object) -> bool:  # noqa: ARG002
+    def has_stand_in(self, param: object) -> bool:  # noqa: ARG002
         """Return False: what other operations make of a weight is in X, as autograd does it."""
         return False
 
-    def whole(self, param: torch.Tensor) -> torch.Tensor:
+    def stand_in(self, param: torch.Tensor) -> torch.Tensor:
         """Return the parameter itself."""
         return param
 
@@ -161,16 +161,16 @@ class _StageTap:
 
     def __init__(self, layer: int, params: Parameters, leave: Callable[[Parameters, Task], None]) -> None:
         weight, bias = params
-        self.pending = _StagePending(layer, params, leave)
+        self.sink = _StagePending(layer, params, leave)
         self._copies = WeightCopies(_cut_off(weight), None if bias is None else _cut_off(bias), is_leaf=True)
 
     def stands_for(self, weight: torch.Tensor) -> bool:
         """Return whether the weight is still in the memory in which it was."""
         return self._copies.stands_for(weight)
 
-    def used_as(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def use(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias in a precision."""
-        return self._copies.used_as(dtype)
+        return self._copies.in_precision(dtype)
 
 
 def _cut_off(p: nn.Parameter) -> torch.Tensor:
@@ -183,20 +183,20 @@ class _StagePending:
 
     Attributes:
         layer: Number of the tap.
-        may_outlive: Always: W comes after the backward that is X.
+        may_outlive_backward: Always: W comes after the backward that is X.
     """
 
-    may_outlive = True
+    may_outlive_backward = True
 
     def __init__(self, layer: int, params: Parameters, leave: Callable[[Parameters, Task], None]) -> None:
         self.layer = layer
         self._params = params
         self._leave = leave
 
-    def in_derivatives(self, weight: torch.Tensor, *, of_call: bool) -> torch.Tensor:  # noqa: ARG002
+    def differentiable(self, weight: torch.Tensor, *, of_call: bool) -> torch.Tensor:  # noqa: ARG002
         """Return the weight as it is."""
         return weight
 
-    def leave(self, task: Task) -> None:
+    def add(self, task: Task) -> None:
         """Leave the weight gradient of a call with the stage."""
         self._leave(self._params, task)
