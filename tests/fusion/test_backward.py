@@ -8,6 +8,7 @@ from torch import nn, optim
 from fusion.loops import Net, adamw, assert_same, batches, loss_of, make_net, train
 from gradweave.errors import GradweaveError
 from gradweave.fusion import fuse
+from gradweave.fusion.backward import State
 
 
 @pytest.fixture
@@ -346,3 +347,37 @@ def test_a_conversion_between_backward_and_step_is_refused_and_detach_gives_grad
         model.double()
     fusion.detach()
     assert all(p.grad is not None and p.grad.dtype is p.dtype for p in model.parameters())
+
+
+class Mixed(nn.Module):
+    """Two layers, each of which may have a type of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 40), nn.Linear(40, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x.to(self.first.weight)).to(self.last.weight))
+
+
+def test_states_of_a_loop_that_converts_the_layer_whose_gradients_come_first():
+    model = Mixed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fusion = fuse(model, optimizer, "backward")
+    states = []
+    for i, (x, _) in enumerate(batches(5)):
+        if i == 2:
+            model.last.double()
+        states.append([fusion._engine.state])
+        model(x).square().sum().backward()
+        states[-1].append(fusion._engine.state)
+        optimizer.step()
+        optimizer.zero_grad()
+    fusion.detach()
+    assert states == [
+        [State.WATCHING, State.WATCHING],
+        [State.READY, State.UPDATED],
+        [State.READY, State.OUTDATED],
+        [State.WATCHING, State.WATCHING],
+        [State.READY, State.UPDATED],
+    ]

@@ -55,13 +55,18 @@ class BackwardEngine:
     The step also shows the order in which gradients arrive. Then one hook per bucket, on the parameter whose gradient
     arrives last, updates the bucket. If not all its gradients are there (an unused parameter, another order), the
     bucket is left to ``step()``.
+
+    Attributes:
+        state: Current state.
+        accumulating: Whether backwards only accumulate at the moment.
+        buckets: Parameters that one call updates, in the order in which their gradients arrive.
     """
 
     def __init__(self, optimizer: Optimizer, norms: NormTracker) -> None:
         self.optimizer = optimizer
         self.accumulating = False
         self.buckets: list[Bucket] = []
-        self._state = State.WATCHING
+        self.state = State.WATCHING
         self._norms = norms
         self._stepper = PartialStepper(optimizer)
         self._side_updates = _SideStreamUpdates()
@@ -113,8 +118,8 @@ class BackwardEngine:
         self._forget_updates()
 
     def _forget_updates(self) -> None:
-        if self._state is State.UPDATED:
-            self._state = State.READY
+        if self.state is State.UPDATED:
+            self.state = State.READY
         self._applied = []
         self._used_up = []
         self._settings = []
@@ -125,7 +130,7 @@ class BackwardEngine:
 
     def describe(self) -> str:
         """Return what the engine does, for explain()."""
-        if self._state is State.WATCHING:
+        if self.state is State.WATCHING:
             return "watching the first step, in stock order"
         return f"{len(self.buckets)} bucket(s) updated while backward goes on, gradients freed at once"
 
@@ -133,7 +138,7 @@ class BackwardEngine:
 
     def _watch(self) -> None:
         self._remove_gradient_hooks()
-        self._state = State.WATCHING
+        self.state = State.WATCHING
         self._known = self._trainable()
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._watched.begin(self._known)
@@ -163,7 +168,7 @@ class BackwardEngine:
                 'a second backward before step() and zero_grad(): mode="backward" updates weights in the first; run '
                 "all but the last under fusion.no_update(), call zero_grad() after step(), or " + REMEDY
             )
-        if self._state is State.WATCHING:
+        if self.state is State.WATCHING:
             return GradweaveError(
                 f'{operation} on a .grad between backward() and step(): mode="backward" has used it up by then; '
                 f"no weight has been changed; {REMEDY}"
@@ -177,7 +182,7 @@ class BackwardEngine:
         self._remove_gradient_hooks()
         self.buckets = make_buckets(self.optimizer, self._watched.gradients, _MOST_BUCKETS, "backward")
         self._watched.clear()
-        self._state = State.READY
+        self.state = State.READY
         for bucket in self.buckets:
             ready = partial(self._ready, bucket, [self._guards[p] for p in bucket.params])
             self._gradient_hooks.append(bucket.params[-1].register_post_accumulate_grad_hook(ready))
@@ -193,7 +198,7 @@ class BackwardEngine:
 
     def takes_late(self, p: torch.Tensor) -> bool:
         """Return whether the next use of a gradient that arrives now is an update here, which can wait for it."""
-        return not (self.accumulating or self._state is State.OUTDATED) and self._has_no_other_hook(p)
+        return not (self.accumulating or self.state is State.OUTDATED) and self._has_no_other_hook(p)
 
     def _has_no_other_hook(self, p: torch.Tensor) -> bool:
         """Return whether no other hook is called with a parameter's gradient, and might look at the weight."""
@@ -210,11 +215,11 @@ class BackwardEngine:
         _check_gradient(grads[-1])  # type: ignore[arg-type]
         if are_kept(grads):  # the loop may change them before step(), which then updates the bucket
             return
-        if self._state is State.READY and not same_groups(self.optimizer, self._groups):
-            self._state = State.OUTDATED
+        if self.state is State.READY and not same_groups(self.optimizer, self._groups):
+            self.state = State.OUTDATED
         if not _fits(guards[-1], bucket.params[-1]):  # the model was converted after the watched step
-            self._state = State.OUTDATED
-        if self._state is State.OUTDATED:
+            self.state = State.OUTDATED
+        if self.state is State.OUTDATED:
             return
         self._begin_update(bucket)
         if not all(map(self._has_no_other_hook, bucket.params)):
@@ -242,8 +247,8 @@ class BackwardEngine:
                 else 'a backward without step() after it: mode="backward" had already updated the weights; '
                 "call step() after every backward that is not under fusion.no_update(), or " + REMEDY
             )
-        if self._state is State.READY:
-            self._state = State.UPDATED
+        if self.state is State.READY:
+            self.state = State.UPDATED
             self._settings = StepSnapshot(self.optimizer).groups
             self._optimizer_state = self.optimizer.state
         self._end.note()
@@ -260,7 +265,7 @@ class BackwardEngine:
         self._side_updates.join()
         self._hidden.restore()
         self._check_untouched()
-        if self._state is State.WATCHING:
+        if self.state is State.WATCHING:
             self._watched.give_back()
             self._norms.add(list(self._watched.gradients), list(self._watched.gradients.values()))
             return
@@ -286,7 +291,7 @@ class BackwardEngine:
     def _check_untouched(self) -> None:
         """Raise if a gradient was replaced, or a weight changed, since backward."""
         guarded = self._used_up
-        if self._state is State.WATCHING:
+        if self.state is State.WATCHING:
             self._watched.check_hidden_changes()
             guarded = [self._watched.guarded]
         for params, guards, versions in guarded:
@@ -331,9 +336,9 @@ class BackwardEngine:
             self._norms.end_step([p for group in self.optimizer.param_groups for p in group["params"]])
         self._forget_updates()
         self._steps += 1
-        if self._state is State.WATCHING:
+        if self.state is State.WATCHING:
             self._after_watched_step()
-        elif self._state is State.OUTDATED or (
+        elif self.state is State.OUTDATED or (
             self._steps % _RECHECK_STEPS == 0 and not same_objects(self._trainable(), self._known)
         ):
             self._watch()

@@ -8,6 +8,7 @@ from torch import nn, optim
 
 from _runtime.deferred.comparison import pending, same, train
 from fusion.loops import adamw, assert_same, batches, loss_of, make_net
+from gradweave._runtime.deferred.deferred_updates import State
 from gradweave.fusion import fuse
 
 
@@ -160,3 +161,18 @@ def test_one_gradient_of_two_parameters_is_used_at_once():
             fusion.detach()
         models.append((model, optimizer))
     assert_same(*models)
+
+
+def test_states_of_a_model_that_is_traced_in_mid_training():
+    model = make_net()
+    optimizer = adamw(model)
+    states = []
+    with fuse(model, optimizer, "forward") as fusion:
+        for i, (x, y) in enumerate(batches(4)):
+            if i == 2:
+                torch.jit.trace(model, x)
+            states.append(fusion._engine._updates.state)
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert states == [State.LEARNING, State.DEFERRING, State.STOPPED, State.STOPPED]

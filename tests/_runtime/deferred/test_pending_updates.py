@@ -3,6 +3,7 @@ import gc
 import multiprocessing
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from _runtime.deferred.comparison import pending, same, train
 from fusion.loops import adamw, assert_same, batches, loss_of, make_net
 from gradweave import DataParallel, fuse
+from gradweave._runtime.deferred.pending_updates import Progress
 
 
 @pytest.fixture
@@ -307,3 +309,19 @@ def test_a_step_that_copies_its_parameters_finds_them_as_they_are():
                         p.sub_(p.grad * anchor.abs(), alpha=group["lr"])
 
     same(lambda *_: None, make=lambda model: Anchored(model.parameters()))
+
+
+def test_progress_of_an_update_on_the_cpu():
+    model = make_net()
+    seen = []
+    with fuse(model, adamw(model), "forward") as fusion:
+        updates = fusion._engine._updates.pending
+        fusion.record(lambda _: nullcontext(seen.extend(update.progress for update in updates._pending.values())))
+        for x, y in batches(2):
+            loss_of(model, x, y).backward()
+            fusion.optimizer.step()
+        (first, *others) = updates._pending.values()
+        assert {update.progress for update in (first, *others)} == {Progress.WAITING}
+        first.bucket.params[0].sum()
+        assert seen == [Progress.RUNNING] + [Progress.WAITING] * len(others)
+        assert first not in updates._pending.values()
