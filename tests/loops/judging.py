@@ -1,7 +1,7 @@
-"""What counts as the same as stock, and which techniques are held to it.
+"""Comparison of random loops with stock order, and the techniques that are compared.
 
-A loop is run stock, which says what it sees of each operation, and once more with a technique attached. What
-torch itself refuses ends the loop there.
+A loop runs in stock order first, which records what it sees of each operation, and then with a technique attached. An
+operation that torch itself refuses ends the loop.
 """
 
 import copy
@@ -28,14 +28,14 @@ from loops.subjects import AVERAGING, Failure
 
 @dataclass(frozen=True)
 class Technique:
-    """Something that is attached to a model and an optimizer, and what it promises.
+    """A technique and its promises.
 
     Attributes:
-        attach: Gives handles that detach.
-        may_refuse: Whether it may raise, before a change that stock would not make; else it is right always.
-        updates_in_backward: Whether weights move, as is documented, before ``step()`` is called.
-        splits: Whether it takes layers' weight gradients out of backward's order.
-        faster: Whether what a trial tries last is what it finds fastest.
+        attach: Attaches it to a model and an optimizer, and returns handles that detach.
+        may_refuse: Whether it may raise before a change that stock order would not make.
+        updates_in_backward: Whether weights change, as documented, before ``step()`` is called.
+        splits: Whether it computes layers' weight gradients out of backward's order.
+        faster: Whether a trial finds the way that it tries last to be the fastest.
     """
 
     attach: Callable
@@ -45,12 +45,12 @@ class Technique:
     faster: bool = True
 
     def is_refusal(self, error):
-        """Whether an error is raised on purpose; by autograd, for weights that are used again."""
+        """Return whether an error is deliberate; also autograd's, of weights that were updated before another use."""
         in_place = self.updates_in_backward and "modified by an inplace operation" in str(error)
         return isinstance(error, GradweaveError) or in_place
 
     def promised(self, loop):
-        """The operations of a loop without those that the documentation leaves out."""
+        """Return the operations of a loop without those that the documentation excludes."""
         kept, begun = [], False
         for operation in loop.operations:
             name, kind = operation[0], operation[-1]
@@ -66,7 +66,7 @@ class Technique:
 
     @staticmethod
     def _sees_weights(name, kind, body):
-        """Whether what an operation between backward and step leaves behind depends on the weights it finds.
+        """Return whether the result of an operation between backward and step depends on weights.
 
         A change through .data, a checkpoint, and what a forward adds to a norm's running averages.
         """
@@ -76,12 +76,12 @@ class Technique:
 
     @staticmethod
     def leaves_begun(operation, begun):
-        """Whether a step has begun behind an operation: its gradients are there, its update is not."""
+        """Return whether a step is under way after an operation, with gradients and without its update."""
         return {"backward": True, "step": False}.get(operation[0], begun)
 
 
 def _costs(model):
-    """By which the first layers' weight gradients pay beside backward, and the others' beside the next forward."""
+    """Costs that put the first layers' weight gradients beside backward, and the others' beside the next forward."""
     idle, busy = Demand(0.1, 0.1), Demand(1.0, 1.0)
     return Costs(
         tuple(
@@ -108,7 +108,7 @@ def _tried(model, optimizer):
 
 
 def _both(*attach):
-    """One behind the other; let go of in the same order."""
+    """Attach two techniques in turn; they are detached in the same order."""
     return lambda model, optimizer: [handle for one in attach for handle in one(model, optimizer)]
 
 
@@ -138,7 +138,7 @@ TECHNIQUES = {
 
 
 def clock(faster):
-    """Time as a trial sees it: each span takes less than the one before, or more."""
+    """A clock for trials, in which each span takes less time than the one before, or more."""
     now, span = 0.0, 1.0
 
     def perf_counter():
@@ -150,17 +150,17 @@ def clock(faster):
 
 
 class DifferentError(AssertionError):
-    """A loop that is not what it is in stock order."""
+    """A loop has another result than in stock order."""
 
 
 @dataclass
 class Stock:
-    """What a loop does without any technique.
+    """A run of a loop in stock order.
 
     Attributes:
-        operations: Of the loop, up to the first that torch refuses.
-        seen: What the loop sees of each.
-        weights: Before the first operation, and behind each.
+        operations: Operations up to the first that torch refuses.
+        seen: The loop's view of each operation.
+        weights: Weights before the first operation and after each.
         final: Weights, buffers and the optimizer's state in the end.
     """
 
@@ -171,7 +171,7 @@ class Stock:
 
 
 def check(loop, technique):
-    """Raises unless a technique gives what stock gives, or refuses in time if it may; says which."""
+    """Raise unless a technique gives the result of stock order or, if it may, refuses in time; return which."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loop = replace(loop, operations=technique.promised(loop))
@@ -217,12 +217,12 @@ def _compare(loop, stock, technique):
             if not same(made, expected):
                 raise DifferentError(f"in the end, {moment}: {what}, {difference(made, expected)}")
         run.detach()
-    _check_let_go(run)
+    _check_detached(run)
     return "same"
 
 
 def _seen_of(run, operation):
-    """What a loop sees of an operation; its own failures are caught, as a loop would."""
+    """Return what a loop sees of an operation; the loop catches its own failures."""
     try:
         return run.do(operation)
     except Failure as failure:
@@ -234,9 +234,9 @@ def _final(run):
 
 
 def _check_refusal(run, stock, number, technique):
-    """A refusal comes before a wrong change, and what is detached then trains on as stock would."""
+    """Check that nothing wrong was changed before a refusal, and that the detached model trains on as in stock order."""
     run.detach()
-    _check_let_go(run)
+    _check_detached(run)
     if not technique.updates_in_backward:
         weights = run.do(("read", "data"))
         if not any(same(weights, stock.weights[moment]) for moment in (number, number + 1)):
@@ -264,8 +264,8 @@ def _train_on(model, optimizer):
         optimizer.zero_grad()
 
 
-def _check_let_go(run):
-    """Nothing is left of a technique that was detached."""
+def _check_detached(run):
+    """Check that a detached technique has left nothing."""
     left = [
         *(hook for m in run.model.modules() for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())),
         *(hook for p in run.model.parameters() for hook in (p._post_accumulate_grad_hooks or {}).values()),
@@ -277,7 +277,7 @@ def _check_let_go(run):
 
 
 def same(one, other):
-    """Whether two things that loops see are equal, tensors bit for bit."""
+    """Return whether two views of an operation are equal, tensors bit for bit."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype is not other.dtype:
             return False
@@ -290,7 +290,7 @@ def same(one, other):
 
 
 def difference(one, other, where=""):
-    """The first thing in which two that loops see differ, in words."""
+    """Return the first difference of two views of an operation, in words."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return next(difference(one[k], other[k], f"{where}[{k!r}]") for k in one if not same(one[k], other[k]))
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):

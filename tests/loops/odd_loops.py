@@ -1,4 +1,4 @@
-"""Random training loops: lists of operations, and how each is carried out and seen by the loop."""
+"""Random training loops: lists of operations, how to run each, and what the loop sees of it."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ ROWS = 3
 
 @dataclass(frozen=True)
 class Loop:
-    """What is trained, and the operations in their order: a name and what it needs."""
+    """A model, an optimizer and operations in order, each a name with its arguments."""
 
     body: str
     optimizer: str
@@ -27,7 +27,7 @@ class Loop:
 
 
 class Run:
-    """A loop's variables while it runs."""
+    """Variables of a running loop."""
 
     def __init__(self, loop, attach):
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ class Run:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def do(self, operation):
-        """Carries out one operation; returns what the loop sees of it."""
+        """Run one operation, and return what the loop sees of it."""
         name, *arguments = operation
         return getattr(self, "_" + name)(*arguments)
 
@@ -91,7 +91,7 @@ class Run:
                 self.model.fails_in = ""
         if kind == "twice":
             self.loss.backward(retain_graph=True)
-        if kind == "behind a thread's":
+        if kind == "after a thread's":
             thread = threading.Thread(target=self._forward_and_backward)
             thread.start()
             thread.join()
@@ -276,7 +276,7 @@ def _fail(*_):
 
 
 def batch_of(number, dtype):
-    """A batch by its number, the same in every run."""
+    """Return a batch by its number, the same in every run."""
     generator = torch.Generator().manual_seed(number)
     drawn = torch.randn(2 * ROWS, WIDTH, generator=generator)
     return drawn[:ROWS].to(dtype), drawn[ROWS:].to(dtype)
@@ -303,7 +303,7 @@ _TEMPLATES = {
 }  # fmt: skip
 _ODD = st.one_of(
     st.tuples(st.just("forward"), st.sampled_from(_FORWARDS)),
-    st.tuples(st.just("backward"), st.sampled_from(("once", "kept", "twice", "fails", "behind a thread's"))),
+    st.tuples(st.just("backward"), st.sampled_from(("once", "kept", "twice", "fails", "after a thread's"))),
     st.tuples(st.just("step"), st.sampled_from(_STEPS)),
     st.tuples(st.just("zero_grad"), st.booleans()),
     st.tuples(st.just("read"), st.sampled_from(("data", "state_dict", "numpy", "sum", "item"))),
@@ -325,7 +325,7 @@ _ODD = st.one_of(
 
 @st.composite
 def loops(draw):
-    """A usual loop of a few steps, in which now and then something is done that is not, or something left out."""
+    """Generate a usual loop of a few steps, with some unusual operations added and some usual ones left out."""
     template = _TEMPLATES[draw(st.sampled_from(sorted(_TEMPLATES)))]
     operations = list(template) * draw(st.integers(1, 8))
     for place, odd in draw(st.lists(st.tuples(st.integers(0, 31), _ODD), max_size=5)):

@@ -1,4 +1,4 @@
-"""Tiny models and optimizers that random loops train: one for each thing that a technique may get wrong."""
+"""Tiny models and optimizers for random loops, one for each thing that a technique may get wrong."""
 
 import torch
 from torch import nn, optim
@@ -7,11 +7,11 @@ WIDTH = 4
 
 
 class Failure(Exception):
-    """What a loop's own code raises, and catches."""
+    """The error that a loop's own code raises and catches."""
 
 
 class Trained(nn.Module):
-    """A body and a head that is asleep at first; either can be told to fail, in forward or in backward."""
+    """A body, and a head that is unused at first; either can be set to fail, in forward or in backward."""
 
     def __init__(self, body):
         super().__init__()
@@ -46,7 +46,7 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two layers that have one weight, each with a bias of its own."""
+    """Two layers that share a weight but not their bias."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Tied(nn.Module):
 
 
 class Tokens(nn.Module):
-    """An embedding whose weight is the last layer's too."""
+    """An embedding that shares its weight with the last layer."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ class Tokens(nn.Module):
 
 
 class Attends(nn.Module):
-    """Self-attention, whose projections have one joint weight."""
+    """Self-attention with one weight for all input projections."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ AVERAGING = frozenset(("norm", "convolution"))
 
 
 class Lookahead(optim.SGD):
-    """Counts steps in its groups; every second one moves slow weights towards the fast ones."""
+    """Counts steps in its groups; every second step moves slow weights towards the fast ones."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr=lr, momentum=0.9)
@@ -132,7 +132,7 @@ class Lookahead(optim.SGD):
 
 
 class TakesNorm(optim.SGD):
-    """Notes the norm of all gradients before it updates."""
+    """Records the norm of all gradients before it updates."""
 
     norm = None
 
@@ -143,7 +143,7 @@ class TakesNorm(optim.SGD):
 
 
 class Raises(optim.AdamW):
-    """Refuses a step before it has changed anything, when it is told to."""
+    """Can be set to raise in a step before it changes anything."""
 
     fails = False
 

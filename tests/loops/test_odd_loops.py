@@ -1,4 +1,4 @@
-"""Random loops, with a technique attached and without: the same bit for bit, or refused in time."""
+"""Random loops with a technique attached: the result of stock order, bit for bit, or a timely refusal."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _one_thread():
 
 @pytest.fixture(params=TECHNIQUES)
 def technique(request, monkeypatch):
-    """A technique in small: several buckets of a tiny model, trials of a step each that end in a known choice."""
+    """A technique scaled down: several buckets for a tiny model, and trials of one step with a known winner."""
     monkeypatch.setattr(buckets, "CPU_BUCKET_BYTES", {"forward": 100, "backward": 100})
     made = TECHNIQUES[request.param]
     monkeypatch.setattr(ab_trial, "RULES", ab_trial.TrialRules(warm_up=1, timed=1, rounds=1))
@@ -28,7 +28,7 @@ def technique(request, monkeypatch):
 
 
 def search(technique, count, number):
-    """Looks for a loop that is not what it is in stock order."""
+    """Search for a loop whose result differs from stock order."""
 
     @seed(number)
     @settings(
@@ -43,7 +43,7 @@ def search(technique, count, number):
 
 
 def test_random_loops(technique, request):
-    """Others for each technique, the same in each run."""
+    """The loops differ between techniques, and are the same in each run."""
     search(technique, 10, list(TECHNIQUES).index(request.node.callspec.params["technique"]))
 
 
