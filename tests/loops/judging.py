@@ -234,7 +234,7 @@ def _final(run):
 
 
 def _check_refusal(run, stock, number, technique):
-    """Check that nothing wrong was changed before a refusal, and that the detached model trains on as in stock order."""
+    """Check that nothing wrong preceded a refusal, and that the detached model trains on as in stock order."""
     run.detach()
     _check_detached(run)
     if not technique.updates_in_backward:
