@@ -19,7 +19,7 @@ TYPES = [
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("two"), 2, 1, scenarios="_runtime.test_replicas")
+    world = World(tmp_path_factory.mktemp("two"), 2, 1)
     yield world
     world.close()
 
@@ -44,11 +44,8 @@ def test_a_digest_does_not_depend_on_the_layout_and_does_on_the_order():
     assert digest(torch.zeros(0)) == digest(torch.zeros(0))
 
 
-# Scenarios: what each of two ranks does
-
-
 def compares(*, change, round_of_it):
-    """Counts rounds; before one of them the second rank changes something. Gives the round of the error, and it."""
+    """Count rounds; before one the second rank changes something. Return the round of the error, and the error."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 40), nn.BatchNorm1d(40), nn.Linear(40, 2).bfloat16())
     facts = {"lr of group 0": "0.1"}
@@ -69,8 +66,29 @@ def compares(*, change, round_of_it):
     return 9, ""
 
 
+def test_weights_that_are_equal_are_no_error(two):
+    assert two.run(compares, change="nothing", round_of_it=0) == {0: (9, ""), 1: (9, "")}
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "noticed", "said"),
+    [
+        ("a weight", 0, 0, "before update 1, weights differ between ranks: 1 of 6 parameters, '2.weight' the first,"),
+        ("a weight", 1, 1, "the optimizer's update is not the same on all ranks"),
+        ("a weight", 5, 8, "weights were loaded or changed on some ranks only"),
+        ("a setting", 2, 2, "lr of group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
+        ("a layer", 1, 1, "'3.weight' the first"),
+    ],
+)
+def test_weights_that_differ_are_the_same_error_on_all_ranks(two, change, at, noticed, said):
+    answers = two.run(compares, change=change, round_of_it=at)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == noticed
+    assert said in answers[0][1]
+
+
 def looks(*, wrapper):
-    """A forward through a wrapper around a model that has a lookout; what is found."""
+    """Run a forward through a wrapper around a model with a lookout; return what is found."""
     model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     apart = nn.Linear(3, 3)
     found = []
@@ -82,9 +100,9 @@ def looks(*, wrapper):
         around["it"] = DistributedDataParallel(model)
     if wrapper == "DDP of a part":
         model[0] = DistributedDataParallel(model[0])
-    if wrapper == "DDP that goes past forward":
-        around["it"] = DistributedDataParallel(GoesPast(model))
-    if wrapper == "DDP that leaves it alone":
+    if wrapper == "DDP that bypasses forward":
+        around["it"] = DistributedDataParallel(Bypass(model))
+    if wrapper == "DDP that ignores it":
         beside = nn.ModuleList([model, apart])
         beside.forward = lambda x: model(x) + apart(x)
         beside._ddp_params_and_buffers_to_ignore = [name for name, _ in beside.named_parameters() if name[0] == "0"]
@@ -113,8 +131,8 @@ def looks(*, wrapper):
     return found
 
 
-class GoesPast(nn.Module):
-    """As a Lightning module's training_step may: a part of the model is called, not the model."""
+class Bypass(nn.Module):
+    """Calls parts of the model and not the model itself, as a Lightning module's training_step may."""
 
     def __init__(self, model):
         super().__init__()
@@ -124,46 +142,20 @@ class GoesPast(nn.Module):
         return self.model[1](self.model[0](x))
 
 
-# What is expected of them
-
-
-def test_weights_that_are_equal_are_no_error(two):
-    assert two.run("compares", change="nothing", round_of_it=0) == {0: (9, ""), 1: (9, "")}
-
-
-@pytest.mark.parametrize(
-    ("change", "at", "noticed", "said"),
-    [
-        ("a weight", 0, 0, "before update 1, weights differ between ranks: 1 of 6 parameters, '2.weight' the first,"),
-        ("a weight", 1, 1, "the optimizer's update is not the same on all ranks"),
-        ("a weight", 5, 8, "weights were loaded or changed on some ranks only"),
-        ("a setting", 2, 2, "lr of group 0 is 0.1 on rank 0 and 0.2 on rank 1"),
-        ("a layer", 1, 1, "'3.weight' the first"),
-    ],
-)
-def test_weights_that_differ_are_the_same_error_on_all_ranks(two, change, at, noticed, said):
-    answers = two.run("compares", change=change, round_of_it=at)
-    assert answers[0] == answers[1]
-    assert answers[0][0] == noticed
-    assert said in answers[0][1]
-
-
 @pytest.mark.parametrize(
     ("wrapper", "name"),
     [
         ("DDP", "DistributedDataParallel"), ("DDP before", "DistributedDataParallel"),
-        ("DDP of a part", "DistributedDataParallel"), ("DDP that goes past forward", "DistributedDataParallel"),
+        ("DDP of a part", "DistributedDataParallel"), ("DDP that bypasses forward", "DistributedDataParallel"),
         ("FSDP2", "FSDP"), ("FSDP", "FSDP"), ("replicate", "DistributedDataParallel"),
     ],
 )  # fmt: skip
 def test_what_else_averages_is_found_in_the_first_forward(two, wrapper, name):
-    for found in two.run("looks", wrapper=wrapper).values():
+    for found in two.run(looks, wrapper=wrapper).values():
         assert found
         assert set(found) == {name}
 
 
-@pytest.mark.parametrize(
-    "wrapper", ["nothing", "DDP that is not used", "DDP that leaves it alone", "a copy", "evaluation"]
-)
+@pytest.mark.parametrize("wrapper", ["nothing", "DDP that is not used", "DDP that ignores it", "a copy", "evaluation"])
 def test_what_does_not_average_the_model_is_no_alarm(two, wrapper):
-    assert two.run("looks", wrapper=wrapper) == {0: [], 1: []}
+    assert two.run(looks, wrapper=wrapper) == {0: [], 1: []}
