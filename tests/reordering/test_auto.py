@@ -1,4 +1,4 @@
-"""policy="auto": installs nothing on a CPU; on a GPU keeps what a trial or a prediction shows to pay."""
+"""policy="auto": attaches nothing on a CPU; on a GPU keeps what a trial or a prediction shows to pay."""
 
 import logging
 from dataclasses import replace

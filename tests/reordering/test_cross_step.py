@@ -45,7 +45,7 @@ def crossing_costs(model):
 
 @pytest.fixture
 def crossed(monkeypatch):
-    """Layers whose gradient was handed on late, with what was there when each was finished."""
+    """The number of tasks of each deferred gradient when it was computed."""
     seen = []
     real = deferred_gradients.DeferredLayerGradients.ready
 

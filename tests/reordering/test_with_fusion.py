@@ -87,7 +87,7 @@ def _small_buckets(monkeypatch):
 
 @pytest.fixture
 def late(monkeypatch):
-    """How many layers' gradients were handed on late."""
+    """Layers whose gradients were deferred."""
     taken = []
     real = FusedUpdateDeferral.defer
 
@@ -360,7 +360,7 @@ def test_a_second_fusion_is_followed_too(late):
 
 @pytest.mark.parametrize("policy", ["side_stream", "joint"])
 def test_a_weight_gradient_that_fails(policy, monkeypatch):
-    """As for want of memory: the next step is taken as if nothing had been."""
+    """For want of memory, say: the next step is taken as if nothing had happened."""
     model, optimizer, fusion, x = at_work(policy)
     loss = model(x).square().mean()
     calls = []

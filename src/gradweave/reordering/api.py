@@ -346,7 +346,7 @@ class Reordering(Attachment):
             self._state = ReorderingState.DETACHED
 
     def _enter(self, *_: Any) -> None:
-        if is_being_traced():
+        if is_being_traced():  # a graph of the model is recorded: it is to be the stock model's
             return
         # Torch calls no hook after a KeyboardInterrupt, so the innermost forward noted here may be one that was left. A
         # counter cannot tell that from one that is around this forward; the depth can: only the latter is shallower.

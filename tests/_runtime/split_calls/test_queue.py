@@ -103,3 +103,32 @@ def test_a_recorder_sees_each_task_once():
     assert float(queue.finish_and_take(one)[0]) == 4
     queue.finish(two)
     assert (seen, ran) == ([0], [0, 1])
+
+
+def test_the_end_of_a_backward_drops_what_this_backward_has_left():
+    """Also where it runs inside of another, as reentrant checkpoints run theirs."""
+
+    class Calls(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, callback):
+            ctx.callback = callback
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ctx.callback()
+            return gradient, None
+
+    queue, ran, seen = WeightGradientQueue(InlineLane()), [], []
+    outer, inner = task(0, 4, ran), task(1, 4, ran)
+
+    def run_inner():
+        queue.add(outer)
+        with torch.enable_grad():
+            Calls.apply(torch.ones(1, requires_grad=True), lambda: queue.add(inner)).sum().backward()
+        seen.append((outer.is_finished, inner.is_finished))
+
+    Calls.apply(torch.ones(1, requires_grad=True), run_inner).sum().backward()
+    assert seen == [(False, True)]
+    assert outer.is_finished
+    assert (ran, queue.held_bytes) == ([], 0)

@@ -112,7 +112,7 @@ class StageSplit:
 
     def calls(self) -> CallSplitter:
         """Return the context of a forward whose backward is split."""
-        return CallSplitter(_StageTaps(self.leave))
+        return CallSplitter(_StageWeights(self.leave))
 
     def leave(self, params: Parameters, task: Task) -> None:
         """Take the weight gradient of a call; called in backward."""
@@ -126,26 +126,26 @@ class StageSplit:
         return gradients.run
 
 
-class _StageTaps:
-    """The taps of one forward of a stage: one for each pair of weight and bias that are parameters.
+class _StageWeights:
+    """The weights of one forward of a stage, by pairs of weight and bias that are parameters.
 
-    Weights that are computed have no tap: their calls run stock, and X computes their gradients.
+    Weights that are computed are left out: their calls run stock, and X computes their gradients.
     """
 
     def __init__(self, leave: Callable[[Parameters, Task], None]) -> None:
         self.autocast_notes = AutocastNotes()
         self._leave = leave
         # By id: the entry keeps weight and bias alive, so that no other tensor gets their ids.
-        self._taps: dict[tuple[int, int], tuple[_StageTap, torch.Tensor, torch.Tensor | None]] = {}
+        self._by_pair: dict[tuple[int, int], tuple[_StageCallWeights, torch.Tensor, torch.Tensor | None]] = {}
 
-    def of_call(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _StageTap | None:
-        """Return the tap of a weight and a bias."""
+    def of_call(self, weight: torch.Tensor, bias: torch.Tensor | None) -> _StageCallWeights | None:
+        """Return what a call uses in place of a weight and its bias; None for weights that are computed."""
         if not isinstance(weight, nn.Parameter) or not (bias is None or isinstance(bias, nn.Parameter)):
             return None
         key = id(weight), id(bias)
-        if key not in self._taps or not self._taps[key][0].stands_for(weight):
-            self._taps[key] = _StageTap(len(self._taps), (weight, bias), self._leave), weight, bias
-        return self._taps[key][0]
+        if key not in self._by_pair or not self._by_pair[key][0].stands_for(weight):
+            self._by_pair[key] = _StageCallWeights(len(self._by_pair), (weight, bias), self._leave), weight, bias
+        return self._by_pair[key][0]
 
     def has_stand_in(self, param: object) -> bool:  # noqa: ARG002
         """Return False: what other operations make of a weight is in X, as autograd does it."""
@@ -156,12 +156,12 @@ class _StageTaps:
         return param
 
 
-class _StageTap:
+class _StageCallWeights:
     """A weight and its bias as a stage's calls use them, cut off from autograd: no backward reaches the parameters."""
 
     def __init__(self, layer: int, params: Parameters, leave: Callable[[Parameters, Task], None]) -> None:
         weight, bias = params
-        self.sink = _StagePending(layer, params, leave)
+        self.sink = _StageSink(layer, params, leave)
         self._copies = WeightCopies(_cut_off(weight), None if bias is None else _cut_off(bias), is_leaf=True)
 
     def stands_for(self, weight: torch.Tensor) -> bool:
@@ -178,11 +178,11 @@ def _cut_off(p: nn.Parameter) -> torch.Tensor:
     return p.detach().requires_grad_(p.requires_grad)
 
 
-class _StagePending:
-    """Where the calls of a tap leave their weight gradients: with the stage, until W.
+class _StageSink:
+    """The destination of weight gradients in a stage, where they stay until W.
 
     Attributes:
-        layer: Number of the tap.
+        layer: Number of the pair of weight and bias.
         may_outlive_backward: Always: W comes after the backward that is X.
     """
 
