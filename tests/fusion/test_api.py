@@ -483,33 +483,6 @@ def test_a_backward_without_zero_grad_is_refused_under_backward():
             loss_of(model, x, y).backward()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_true_gradient_norm(mode):
-    model = make_net()
-    optimizer = adamw(model)
-    fusion = fuse(model, optimizer, mode, track_grad_norm=True)
-    norms = []
-    with pytest.raises(GradweaveError, match="no step has been taken"):
-        fusion.grad_norm()
-    for x, y in batches(5):
-        step(model, optimizer, x, y)
-        norms.append(float(fusion.grad_norm()))
-    fusion.detach()
-
-    stock, expected = make_net(), []
-    optimizer = adamw(stock)
-    for x, y in batches(5):
-        loss_of(stock, x, y).backward()
-        expected.append(float(torch.nn.utils.get_total_norm([p.grad for p in stock.parameters()])))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert norms == expected
-    with fuse(model, optimizer := adamw(model), mode) as untracked:
-        step(model, optimizer, *next(batches(1)))
-        with pytest.raises(GradweaveError, match="track_grad_norm=True"):
-            untracked.grad_norm()
-
-
 def test_sparse_gradients_are_refused_or_left_alone():
     class Words(nn.Module):
         def __init__(self):

@@ -180,6 +180,7 @@ def test_a_part_that_is_compiled_in_mid_training_finds_nothing_pending(monkeypat
     trained, explained = run("forward")
     assert_same(trained, run(None)[0])
     assert "updates at step(), since the model is compiled by now" in explained
+    assert "call torch.compile() first, and give fuse() the compiled model" in explained
 
 
 def test_a_model_compiled_before_keeps_its_updates_pending(caplog):
