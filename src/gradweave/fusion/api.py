@@ -72,32 +72,16 @@ def fuse(
     own = without_wrapper(optimizer)
     _check_optimizer(own)
     _check_model(model, own, mode)
-    never = ""
-    if is_two_phase(own):
-        if mode == "backward" or allow_backward:
-            argument, value = ("mode", mode) if mode == "backward" else ("allow_backward", allow_backward)
-            raise ArgumentError(
-                argument,
-                value,
-                f"{type(own).__name__} decides over all gradients whether a step is taken, so that no update can begin "
-                'in backward; use mode="forward"',
+    only_stock = _check_step(own, mode, allow_backward=allow_backward)
+    if not only_stock and (mode == "backward" or allow_backward) and keeps_gradients(own):
+        if mode == "backward":
+            raise UnsupportedError(
+                type(own).__name__, 'keeps gradients in its state, and mode="backward" frees them', 'use mode="forward"'
             )
-    else:
-        try:
-            check_independent(own, remedy="train without fuse()")
-        except UnsupportedError as refusal:
-            if mode != "auto":
-                raise
-            never = f"{type(own).__name__} {refusal.reason}"
-        if not never and (mode == "backward" or allow_backward) and keeps_gradients(own):
-            if mode == "backward":
-                raise UnsupportedError(
-                    type(own).__name__,
-                    'keeps gradients in its state, and mode="backward" frees them',
-                    'use mode="forward"',
-                )
-            allow_backward = False
-    return Fusion(model, own, mode, allow_backward=allow_backward, never=never, track_grad_norm=track_grad_norm)
+        allow_backward = False
+    return Fusion(
+        model, own, mode, allow_backward=allow_backward, only_stock=only_stock, track_grad_norm=track_grad_norm
+    )
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
@@ -111,6 +95,27 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise UnsupportedError(
             f"fuse of {type(optimizer).__name__}", "it is fused already", "detach() the first fusion"
         )
+
+
+def _check_step(optimizer: Optimizer, mode: Mode, *, allow_backward: bool) -> str:
+    """Raise if a mode cannot run an optimizer's step in parts; return why ``"auto"`` has only stock order, if so."""
+    if is_two_phase(optimizer):
+        if mode == "backward" or allow_backward:
+            argument, value = ("mode", mode) if mode == "backward" else ("allow_backward", allow_backward)
+            raise ArgumentError(
+                argument,
+                value,
+                f"{type(optimizer).__name__} decides over all gradients whether a step is taken, so that no update can "
+                'begin in backward; use mode="forward"',
+            )
+        return ""
+    try:
+        check_independent(optimizer, remedy="train without fuse()")
+    except UnsupportedError as refusal:
+        if mode != "auto":
+            raise
+        return f"{type(optimizer).__name__} {refusal.reason}"
+    return ""
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer, mode: Mode) -> None:
@@ -148,7 +153,7 @@ class Fusion(AccumulatingAttachment):
         mode: Mode,
         *,
         allow_backward: bool,
-        never: str,
+        only_stock: str,
         track_grad_norm: bool,
     ) -> None:
         self.mode = mode
@@ -161,7 +166,9 @@ class Fusion(AccumulatingAttachment):
             elif mode == "forward":
                 self._engine = ForwardEngine(model, optimizer, self._norms)
             else:
-                self._engine = AutoEngine(model, optimizer, self._norms, allow_backward=allow_backward, never=never)
+                self._engine = AutoEngine(
+                    model, optimizer, self._norms, allow_backward=allow_backward, only_stock=only_stock
+                )
             undo.callback(self._engine.detach)
             hooks = StepHooks(
                 optimizer,

@@ -17,7 +17,7 @@ from gradweave._compat.functions import is_being_traced
 from gradweave._logging import announce
 from gradweave._runtime import ab_trial
 from gradweave._runtime.ab_trial import ABTrial, HostClock
-from gradweave._runtime.deferred.unseen_readers import TRACED, why_never
+from gradweave._runtime.deferred.unseen_readers import TRACED, why_never_pending
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave.fusion.backward import BackwardEngine
 from gradweave.fusion.forward import ForwardEngine
@@ -25,8 +25,8 @@ from gradweave.fusion.grad_norm import NormTracker
 from gradweave.fusion.loop_observer import LoopObserver
 
 Choice = Literal["stock", "forward", "backward"]
-_AS_GOOD = 0.99
-"""Factor on backward's time in the comparison with the fastest: backward saves memory, and may be 1% slower."""
+_BACKWARD_FACTOR = 0.99
+"""Factor on its time in the comparison with the fastest: backward saves memory, and may be 1% slower."""
 
 
 class State(Enum):
@@ -54,7 +54,7 @@ class AutoEngine:
         optimizer: The optimizer.
         norms: Collects gradient norms.
         allow_backward: Whether backward may be tried.
-        never: Reason why the optimizer allows only stock order; empty if it allows more.
+        only_stock: Reason why the optimizer allows only stock order; empty if it allows more.
 
     Attributes:
         state: Current state.
@@ -62,7 +62,7 @@ class AutoEngine:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, norms: NormTracker, *, allow_backward: bool, never: str
+        self, model: nn.Module, optimizer: Optimizer, norms: NormTracker, *, allow_backward: bool, only_stock: str
     ) -> None:
         self.optimizer = optimizer
         self.state = State.TRYING
@@ -76,14 +76,14 @@ class AutoEngine:
         self._trial: ABTrial[Choice] | None = None
         self._model_hook = model.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True)
         try:
-            self._begin(never or why_never(model), allow_backward=allow_backward)
+            self._begin(only_stock or why_never_pending(model), allow_backward=allow_backward)
         except BaseException:
             self.detach()
             raise
 
-    def _begin(self, never: str, *, allow_backward: bool) -> None:
-        if never:
-            self._settle_for_stock(never)
+    def _begin(self, only_stock: str, *, allow_backward: bool) -> None:
+        if only_stock:
+            self._settle_for_stock(only_stock)
         elif any(isinstance(module, nn.parallel.DistributedDataParallel) for module in self._model.modules()):
             self._start_trials(["stock", "forward"], "DDP averages gradients after they arrive")
         elif allow_backward:
@@ -239,7 +239,7 @@ class AutoEngine:
         typical, paying = self._typical(), trial.paying()
         self.state = State.CHOSEN
         self.chosen = paying[0] if paying else "stock"
-        if "backward" in paying and typical["backward"] * _AS_GOOD <= typical[self.chosen]:
+        if "backward" in paying and typical["backward"] * _BACKWARD_FACTOR <= typical[self.chosen]:
             self.chosen = "backward"
         self._use(self.chosen)
         if self.chosen == "stock":

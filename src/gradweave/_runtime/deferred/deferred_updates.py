@@ -35,7 +35,7 @@ from gradweave._runtime.deferred.unseen_readers import (
     Ownership,
     modules_outside_compiled,
     weights_read_by_class,
-    why_never,
+    why_never_pending,
 )
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave._runtime.optimizer_steps.hooks import HiddenParams
@@ -78,7 +78,7 @@ class DeferredUpdates:
     def __init__(self, model: nn.Module, optimizer: Optimizer, rules: UpdateRules) -> None:
         self.optimizer = optimizer
         self.buckets: list[Bucket] = []
-        self.stop_reason = why_never(model)
+        self.stop_reason = why_never_pending(model)
         self.state = State.STOPPED if self.stop_reason else State.LEARNING
         self.pending = PendingUpdates(optimizer, rules, partial(_stop_since_traced, ref(self)))
         self._rules = rules

@@ -16,7 +16,7 @@ COMPILED = "the model is compiled by now, and reads its weights where no update 
 TRACED = "the model is traced, and the traced copy reads weights where no update can come first"
 
 
-def why_never(model: nn.Module) -> str:
+def why_never_pending(model: nn.Module) -> str:
     """Return why no update of a model may ever be pending; empty if updates may be."""
     for name, module in model.named_modules():
         subject = f"the model's {name!r}" if name else "the model"
