@@ -49,13 +49,13 @@ def unseen(module: nn.Module, device: torch.device) -> Iterator[nn.Module]:
 
 @contextmanager
 def _restored_buffers(module: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         with hooks_suspended(module):
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in kept:
+            for buffer, value in before:
                 buffer.copy_(value)
 
 

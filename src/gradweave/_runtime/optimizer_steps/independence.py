@@ -70,19 +70,19 @@ def check_independent(optimizer: Optimizer, *, remedy: str) -> None:
 def _fault_of(optimizer: Optimizer) -> str:
     """Return why an optimizer cannot be stepped in parts; empty if it can."""
     if is_torchs(optimizer):
-        with _left_as_it_was(optimizer):
+        with _side_effects_undone(optimizer):
             return _difference(optimizer, "random")
     fault = _wrapped_step_of_parent(type(optimizer)) or _opaque_attribute(optimizer) or find_reach(optimizer)
     if fault:
         return fault
-    with _left_as_it_was(optimizer):
+    with _side_effects_undone(optimizer):
         fault = _writes_elsewhere(optimizer)
     for kind in _GRADIENTS:
         if not fault:
-            with _left_as_it_was(optimizer):
+            with _side_effects_undone(optimizer):
                 fault = _difference(optimizer, kind)
     if not fault:
-        with _left_as_it_was(optimizer):
+        with _side_effects_undone(optimizer):
             fault = find_influence(optimizer)
     return fault
 
@@ -91,7 +91,7 @@ def keeps_gradients(optimizer: Optimizer) -> bool:
     """Return whether a step keeps gradients in the state, where the next ``zero_grad()`` may change them."""
     if is_torchs(optimizer):
         return False
-    with _left_as_it_was(optimizer):
+    with _side_effects_undone(optimizer):
         tiny = _tiny_copy(optimizer)
         _set_gradients(tiny, torch.Generator().manual_seed(2))
         gradients = {memory_of(p.grad) for p in _params(tiny) if p.grad is not None}
@@ -117,10 +117,10 @@ def _wrapped_step_of_parent(cls: type[Optimizer]) -> str:
 
 def _opaque_attribute(optimizer: Optimizer) -> str:
     """Return a fault if a loop could change an attribute unnoticed between a step and its updates."""
-    kept = {f"its attribute {name!r}": value for name, value in own_attributes(optimizer).items()}
+    settings = {f"its attribute {name!r}": value for name, value in own_attributes(optimizer).items()}
     for index, group in enumerate(optimizer.param_groups):
-        kept |= {f"param_groups[{index}][{key!r}]": value for key, value in group.items() if key != "params"}
-    for place, value in kept.items():
+        settings |= {f"param_groups[{index}][{key!r}]": value for key, value in group.items() if key != "params"}
+    for place, value in settings.items():
         if not is_data(value) and not is_immutable(value):
             return (
                 f"keeps a {type(value).__name__} in {place}, which may change between a step and its deferred updates"
@@ -214,7 +214,7 @@ def _plain_attributes(cls: type) -> dict[str, Any]:
 
 
 @contextmanager
-def _left_as_it_was(optimizer: Optimizer) -> Iterator[None]:
+def _side_effects_undone(optimizer: Optimizer) -> Iterator[None]:
     """Restore random number generators and class attributes, which a trial step may change, at its end."""
     classes = [owner for owner in type(optimizer).__mro__ if not owner.__module__.startswith("torch.")]
     before = [(owner, _plain_attributes(owner)) for owner in classes if owner is not object]
@@ -246,7 +246,7 @@ def _tiny_copy(optimizer: Optimizer) -> Optimizer:
     generator = torch.Generator().manual_seed(1)
     state: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
     replaced: dict[int, Any] = {id(optimizer.state): state}
-    kept: set[int] = set()
+    sampled: set[int] = set()
     corners: dict[int, Any] = {}
     for group in optimizer.param_groups:
         of_kind: dict[Any, int] = defaultdict(int)
@@ -254,21 +254,21 @@ def _tiny_copy(optimizer: Optimizer) -> Optimizer:
             kind = (p.dim(), p.dtype, p.device, p.numel() == 0)
             of_kind[kind] += 1
             if of_kind[kind] > _SAMPLES_OF_A_KIND:
-                replaced[id(p)] = _LEFT_OUT
+                replaced[id(p)] = _NOT_SAMPLED
                 continue
             tiny = torch.randn([min(_SIDE, side) for side in p.shape], generator=generator)
             replaced[id(p)] = nn.Parameter(tiny.to(device=p.device, dtype=p.dtype))
-            kept.add(id(replaced[id(p)]))
+            sampled.add(id(replaced[id(p)]))
             if optimizer.state.get(p):
                 state[replaced[id(p)]] = {key: _corner(value, corners) for key, value in optimizer.state[p].items()}
     tiny_optimizer = copy.deepcopy(optimizer, replaced)
     for group in tiny_optimizer.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) in kept]
+        group["params"] = [p for p in group["params"] if id(p) in sampled]
     copy_attributes(optimizer, tiny_optimizer, replaced)
     return tiny_optimizer
 
 
-_LEFT_OUT = object()
+_NOT_SAMPLED = object()
 """The place holder in a copy for a parameter that is not sampled."""
 
 
