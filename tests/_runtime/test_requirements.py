@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from gradweave._runtime import requirements
 from gradweave.errors import ArgumentError, UnsupportedError
@@ -65,3 +67,18 @@ def test_a_plain_model_passes():
     requirements.refuse_copies(model)
     requirements.refuse_compiled(model, remedy="")
     requirements.refuse_sharded(model)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_what_either_version_of_fsdp_has_sharded_is_refused_from_inside_and_outside(tmp_path, use_orig_params):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        wrapper = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        newer = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (1,)))
+        for sharded in (wrapper, model, model[1], nn.Sequential(wrapper), newer, nn.Sequential(newer)):
+            with pytest.raises(UnsupportedError, match=r"FSDP: sharded parameters are not supported; give an unsharded"):
+                requirements.refuse_sharded(sharded)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -3,11 +3,11 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn import functional as F
 
 import gradweave
-from compiler.models import adamw, loss_fn, make
+from compiler.models import adamw, batches, loss_fn, make
 from gradweave.errors import ArgumentError, UnsupportedError
 
 BAD = {
@@ -75,5 +75,25 @@ def test_sharded_parameters_are_refused(tmp_path):
         wrapped = torch.nn.parallel.DistributedDataParallel(make("mlp"))
         with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
             gradweave.compile(wrapped, loss_fn, adamw(wrapped.parameters()))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
+@pytest.mark.parametrize("shard", ["FSDP", "FSDP2"])
+def test_a_model_that_is_sharded_after_compile_is_refused_in_the_first_step(tmp_path, shard):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = make("mlp")
+        step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay")
+        if shard == "FSDP":
+            FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        before = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(UnsupportedError, match="FSDP"):
+            step(*next(batches(1)))
+        assert all(torch.equal(p.detach(), q) for p, q in zip(model.parameters(), before, strict=True))
     finally:
         dist.destroy_process_group()

@@ -46,6 +46,45 @@ def test_two_ranks_train_as_under_plain_ddp(mode, clip, tmp_path):
     run_ranks(WORKER, tmp_path / "store", mode, clip)
 
 
+SHARDED = """
+import sys
+import warnings
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from fusion.loops import adamw, batches, loss_of, make_net
+from ranks import agree_and_leave
+from gradweave.fusion import fuse
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+results = []
+for mode in (None, "forward", "backward", "auto"):
+    model = make_net()
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    optimizer = adamw(model)
+    fusion = fuse(model, optimizer, mode) if mode else None
+    wrapper = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    for number, (x, y) in enumerate(batches(44)):
+        if number % 2 == rank:
+            loss_of(wrapper, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if fusion:
+        fusion.detach()
+    with FullyShardedDataParallel.summon_full_params(wrapper):
+        results.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    assert not torch.equal(results[-1], start)
+agree_and_leave(results)
+"""
+
+
+def test_two_ranks_that_are_sharded_after_fuse_train_as_under_plain_fsdp(tmp_path):
+    run_ranks(SHARDED, tmp_path / "store")
+
+
 def test_backward_is_refused_under_ddp(tmp_path):
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

@@ -3,12 +3,13 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from gradweave import compile as compile_step
 from gradweave import fuse
 from gradweave._runtime.replicas import ReplicaError
 from gradweave.errors import ArgumentError, GradweaveError
-from gradweave.optim import Eva, EvaF
+from gradweave.optim import Eva, EvaF, EvaS
 from optim.models import loss_of, make_mlp, rows, train, weights
 from ranks import agree_and_leave
 
@@ -227,6 +228,24 @@ def lent(rank):
     Eva(make_mlp(), process_group=alone).ranks.lend(alone, lender="DASO")
 
 
+def sharded_later(rank):
+    """FSDP of the model or of a layer, after the optimizer was made: refused before anything has changed."""
+    for cls in (*CAPTURED, EvaS):
+        for whole in (True, False):
+            model = make_mlp()
+            optimizer = cls(model, lr=0.02)
+            options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+            if whole:
+                wrapper = FullyShardedDataParallel(model, **options)
+            else:
+                wrapper = model
+                model[2] = FullyShardedDataParallel(model[2], **options)
+            before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+            message = raised(GradweaveError, lambda: train(wrapper, optimizer, own(rank)))  # noqa: B023
+            assert "FSDP" in message or "weights differ between ranks" in message, message
+            assert all(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
 def run_all(rank, store):
     made_before = {}
     for cls in CAPTURED:
@@ -237,7 +256,7 @@ def run_all(rank, store):
     for scenario in (
         fused, by_hand, a_model_of_ones_own, gradients_of_ones_own, another_layer, a_wrapper_of_fewer_ranks,
         a_wrapper_of_more_ranks, other_settings, odd_loops,
-        uneven_inputs, compiled_steps, lent,
+        uneven_inputs, compiled_steps, lent, sharded_later,
     ):  # fmt: skip
         scenario(rank)
         dist.barrier()

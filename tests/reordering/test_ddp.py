@@ -73,3 +73,41 @@ agree_and_leave(results)
 @pytest.mark.parametrize("view", ["view", "copy"])
 def test_a_model_that_is_wrapped_after_it_may_cross_steps_has_its_gradients_averaged(view, tmp_path):
     run_ranks(CROSSING, tmp_path / "store", view)
+
+
+SHARDED = """
+import sys
+import warnings
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from fusion.loops import adamw, batches, loss_of, make_net
+from ranks import agree_and_leave
+from gradweave.reordering.api import reorder
+
+rank, store = int(sys.argv[1]), sys.argv[2]
+warnings.simplefilter("ignore")
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+results = []
+for reordered in (False, True):
+    model = make_net()
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    if reordered:
+        reorder(model, "side_stream")
+    wrapper = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = adamw(wrapper)
+    for number, (x, y) in enumerate(batches(20)):
+        if number % 2 == rank:
+            loss_of(wrapper, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with FullyShardedDataParallel.summon_full_params(wrapper):
+        results.append(nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    assert not torch.equal(results[-1], start)
+agree_and_leave(results)
+"""
+
+
+def test_two_ranks_that_are_sharded_after_reorder_train_as_under_plain_fsdp(tmp_path):
+    run_ranks(SHARDED, tmp_path / "store")

@@ -53,6 +53,11 @@ def is_managed_by_fsdp(module: torch.nn.Module) -> bool:
     return fsdp is not None and isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel))
 
 
+def is_flattened_by_fsdp(parameter: torch.Tensor) -> bool:
+    """Return whether FSDP's first version has made a parameter a part of a flat one."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
+
+
 def end_group(group: Any) -> None:
     """End a process group of one's own, which frees its connections and threads.
 

@@ -28,6 +28,7 @@ from gradweave._compat.tracing import dynamo_compile
 from gradweave._logging import announce, report
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
+from gradweave._runtime.requirements import refuse_sharded
 from gradweave._runtime.wrapped_optimizers import without_wrapper
 from gradweave.compiler.checks import Lowering, NewShapes, check_loss_fn, check_options, check_step
 from gradweave.compiler.eager_fallback import EagerFallback, reason_of
@@ -211,6 +212,7 @@ class Step(AccumulatingAttachment):
     def _first_step(self, given: Batch, params: Sequence[nn.Parameter], shapes: Any) -> Any:
         """Take a step eagerly, in which the optimizer creates the state of its parameters."""
         if not self._updated:
+            refuse_sharded(self.model)  # FSDP may have come after compile(): a step would go past its wrapper
             announce("compile: the first step runs eagerly; it creates the optimizer's state")
         result = self._eager_step(given, params)
         if self._first_shapes is None:

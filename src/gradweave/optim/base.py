@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from gradweave._compat.distributed import is_flattened_by_fsdp
 from gradweave._compat.foreach import asked_by_grad_scaler
 from gradweave._runtime.claims import PipelinePart, Technique, claim_model, claim_optimizer, is_claimed, pipeline_part
 from gradweave._runtime.requirements import refuse_sharded
@@ -345,6 +346,10 @@ class VectorOptimizer(Optimizer):
                 elif p.dim() >= 2:
                     owner = None if p.grad is None else Layer(group, p, p.grad, self.state[p])
                     layers += [] if owner is None else [owner]
+                elif p.grad is not None and _is_shard(p, owner):
+                    raise UnsupportedError(
+                        "FSDP", "it has sharded weights since the optimizer was made", "train without FSDP"
+                    )
                 elif p.grad is not None and owner is not None:
                     owner.bias, owner.bias_grad, owner.bias_state = p, p.grad, self.state[p]
                 elif p.grad is not None:
@@ -501,6 +506,14 @@ def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+def _is_shard(p: torch.Tensor, owner: Layer | None) -> bool:
+    """Return whether a vector is a part of a weight that FSDP has flattened, and no bias.
+
+    FSDP that shards nothing flattens a bias too, but leaves the weight before it a matrix.
+    """
+    return is_flattened_by_fsdp(p) and not (owner is not None and is_flattened_by_fsdp(owner.weight))
 
 
 def parameters_of(model: nn.Module, params: Iterable[Any] | None) -> list[Any]:
