@@ -99,6 +99,8 @@ def add_hook(side, value):
     elif value == 1:
         side.hooks.append(layer.register_full_backward_hook(lambda module, given, out: None))
     elif value == 2:
+        if not layer.weight.requires_grad:  # torch takes no hooks on what is frozen
+            return
         side.hooks.append(layer.weight.register_hook(lambda grad: grad * 0.5))
     else:
         side.hooks.append(side.optimizer.register_step_pre_hook(lambda *_: halve(layer.weight)))
