@@ -19,7 +19,8 @@ from gradweave.parallel.daso import DASO
         ({"timeout": 0}, "timeout=0: give a positive"),
         ({"cool_down": 3}, "total=None: give the length"),
         ({"mode": "paper", "wait": 1}, "wait=1: is set by the published rules"),
-        ({"rhythm": [(0, 1, 1)], "every": 2}, "rhythm='a record'"),
+        ({"rhythm": [(0, 1, 1)], "every": 2}, "rhythm=((0, 1, 1),): says when to exchange; leave out every and wait"),
+        ({"rhythm": [(0, 2, 2)], "wait": 1}, "rhythm=((0, 2, 2),): says when to exchange"),
         ({"rhythm": [(0, 2, 4)]}, "rhythm=(0, 2, 4)"),
     ],
 )

@@ -59,8 +59,8 @@ class Options:
                 raise ArgumentError("rhythm", (number, every, wait), "give a record of daso.rhythm")
         if self.mode == "paper":
             self._check_paper()
-        elif self.rhythm is not None and self.every is not None:
-            raise ArgumentError("rhythm", "a record", "says when to exchange; leave out every and wait")
+        elif self.rhythm is not None and (self.every, self.wait) != (None, None):
+            raise ArgumentError("rhythm", self.rhythm, "says when to exchange; leave out every and wait")
 
     def _check_paper(self) -> None:
         for argument, usual in (("wait", None), ("pace", "time"), ("rhythm", None)):

@@ -13,14 +13,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradweave._runtime.peers.groups import check_group_counts, end_group, new_group
-from gradweave.errors import ArgumentError
+from gradweave.errors import UnsupportedError
 
 DIMENSIONS = ("node", "local")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes of equally many ranks, and the place of this process among them.
+    """Nodes with the same number of ranks, and the place of this process among them.
 
     Attributes:
         ranks: Global ranks of each node; a rank's index in its node is its place.
@@ -38,8 +38,11 @@ class Topology:
         if mesh is None:
             return Topology._of_launcher()
         if mesh.mesh_dim_names != DIMENSIONS:
-            remedy = f"give a mesh with dimensions {DIMENSIONS}, or none to have it made from LOCAL_WORLD_SIZE"
-            raise ArgumentError("mesh", mesh.mesh_dim_names, remedy)
+            raise UnsupportedError(
+                "the mesh",
+                f"its dimensions are {mesh.mesh_dim_names}",
+                f"give one with dimensions {DIMENSIONS}, or none to have it made from LOCAL_WORLD_SIZE",
+            )
         return Topology._around(tuple(tuple(row) for row in mesh.mesh.tolist()))
 
     @staticmethod
@@ -48,8 +51,11 @@ class Topology:
             return Topology()
         world, local = dist.get_world_size(), os.environ.get("LOCAL_WORLD_SIZE", "")
         if not local.isdigit() or int(local) < 1 or world % int(local):
-            remedy = f"run under torchrun with as many of the {world} ranks on each node, or give a mesh"
-            raise ArgumentError("LOCAL_WORLD_SIZE", local, remedy)
+            raise UnsupportedError(
+                "the environment",
+                f"LOCAL_WORLD_SIZE={local!r} does not divide the {world} ranks into nodes of the same size",
+                "run under torchrun with the same number of ranks on each node, or give a mesh",
+            )
         size = int(local)
         return Topology._around(tuple(tuple(range(first, first + size)) for first in range(0, world, size)))
 
@@ -59,7 +65,7 @@ class Topology:
         for node, members in enumerate(ranks):
             if own in members:
                 return Topology(ranks, node, members.index(own))
-        raise ArgumentError("mesh", ranks, f"has no rank {own}; call DASO on the ranks that are in the mesh")
+        raise UnsupportedError("the mesh", f"it has no rank {own}", "call DASO on the ranks that are in the mesh")
 
     @property
     def nodes(self) -> int:
