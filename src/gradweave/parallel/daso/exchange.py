@@ -318,7 +318,7 @@ class Exchange:
         setup, contributing = self._setup, max(1, verdict.contributing)
         if verdict.contributing:
             layout = setup.weights.first(flight.weights)
-            weights, buffers = len(layout.zeros()), len(setup.buffers.zeros())
+            weights, buffers = layout.vector_count, setup.buffers.vector_count
             if settle:
                 setup.rule.settle(layout, total[:weights], contributing)
             else:

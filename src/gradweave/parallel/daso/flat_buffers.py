@@ -46,6 +46,11 @@ class Layout:
         """Number of elements of all vectors together."""
         return sum(as_real(tensor).numel() for tensor in self.tensors)
 
+    @property
+    def vector_count(self) -> int:
+        """Number of vectors: one for each wide dtype in use."""
+        return len(self._members)
+
     def replace(self, tensors: Iterable[torch.Tensor]) -> None:
         """Hold these tensors, in this order, instead of the present ones."""
         self.tensors.clear()
