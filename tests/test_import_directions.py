@@ -42,20 +42,7 @@ LAYERS = (
 UPWARD_OR_SIDEWAYS: dict[tuple[str, str], str] = {}
 """Importing module and imported package, with the reason; both below ``gradweave``."""
 
-_VERSIONS = "versions of tensors tell who wrote to them"
-_SCHEMAS = "schemas of operators tell which arguments they write to"
-
-PRIVATE_TORCH = {
-    ("_runtime.backward", "_version"): _VERSIONS,
-    ("_runtime.deferred.forbidden", "_foreach_zero_"): "an operator that a stand-in gradient lets through",
-    ("compiler.tensor_forms", "_local_scalar_dense"): "the operator behind item()",
-    ("fusion.backward", "_version"): _VERSIONS,
-    ("_runtime.optimizer_steps.influence", "_schema"): _SCHEMAS,
-    ("fusion.loop_observer", "_version"): _VERSIONS,
-    ("optim.kernels.gpu_statistics", "_version"): _VERSIONS,
-    ("optim.statistics.hooks", "_parameters"): "parameters without those of parametrizations",
-    ("_runtime.split_calls.task", "_version"): _VERSIONS,
-}
+PRIVATE_TORCH: dict[tuple[str, str], str] = {}
 """Module and private name of torch outside of ``_compat``, with the reason."""
 
 _NOT_PRIVATE = {"_asdict", "_exit", "_getframe", "_fields", "_replace"}

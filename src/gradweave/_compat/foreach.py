@@ -9,6 +9,9 @@ import torch
 
 Tensors = Sequence[torch.Tensor]
 
+FOREACH_ZERO = torch.ops.aten._foreach_zero_.default
+"""The operation behind :func:`zero_all`, as dispatch sees it."""
+
 
 def multiply_all(tensors: Tensors, factor: float | torch.Tensor) -> None:
     """Multiply each of many tensors by one number, in place."""

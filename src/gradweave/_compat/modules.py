@@ -95,3 +95,8 @@ def hooks_suspended(module: torch.nn.Module) -> Iterator[None]:
 def _computes_a_weight(hook: Any) -> bool:
     """Return whether a hook is of weight norm, spectral norm or pruning."""
     return any(base.__module__.startswith("torch.nn.utils.") for base in type(hook).__mro__)
+
+
+def own_parameter(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    """Return a parameter that a module itself registered; None for one that parametrizations compute."""
+    return module._parameters.get(name)

@@ -12,6 +12,9 @@ import torch
 
 from gradweave._compat.functions import no_torch_function
 
+ITEM = torch.ops.aten._local_scalar_dense.default
+"""The operation behind ``Tensor.item()``."""
+
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor with a tensor's memory, made without asking the tensor's class."""

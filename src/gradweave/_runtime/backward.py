@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from gradweave._compat.eager import NO_BACKWARD, at_end_of_backward, current_backward
+from gradweave._compat.autograd import NO_BACKWARD, at_end_of_backward, current_backward
+from gradweave._compat.tensors import version_of
 from gradweave.errors import GradweaveError
 
 _SEEN = "_gradweave_seen"
@@ -100,7 +101,7 @@ class BackwardWatch:
     def notice(self, params: Iterable[torch.Tensor]) -> bool:
         """Look for gradients that no backward has brought; return whether there are any, or any left over."""
         self.refresh(params)
-        self._fresh.update(id(p) for p in params if p.grad is not None and _mark(p.grad) != p.grad._version)
+        self._fresh.update(id(p) for p in params if p.grad is not None and _mark(p.grad) != version_of(p.grad))
         return bool(self._fresh)
 
     def _accumulated(self, p: torch.Tensor) -> None:
@@ -137,7 +138,7 @@ class BackwardWatch:
         for p in params:
             if p.grad is not None:
                 # setattr: tensors do not declare the attribute.
-                setattr(p.grad, _SEEN, p.grad._version)
+                setattr(p.grad, _SEEN, version_of(p.grad))
                 self._sentinel = self._sentinel if self._sentinel is not None else p
 
     @property

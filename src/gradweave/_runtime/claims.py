@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import load_hooks
+from gradweave._compat.modules import load_hooks
 from gradweave._runtime.module_hook import ModuleHook
 
 _CLAIMS = "_gradweave_claims"

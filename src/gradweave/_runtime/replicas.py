@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.distributed import active_ddp, ddp_parameters, is_distributed_tensor, is_managed_by_fsdp
-from gradweave._compat.eager import inside_of_compiled, no_torch_function
+from gradweave._compat.functions import no_torch_function
+from gradweave._compat.modules import inside_of_compiled
 from gradweave._runtime.module_hook import ModuleHook
 from gradweave.errors import GradweaveError
 

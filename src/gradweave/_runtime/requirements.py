@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.distributed import is_distributed_tensor, is_managed_by_fsdp
-from gradweave._compat.eager import is_compiled
+from gradweave._compat.modules import is_compiled
 from gradweave.errors import ArgumentError, UnsupportedError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from gradweave._compat.eager import memory_of
+from gradweave._compat.tensors import memory_of
 
 AliasGroup = list[tuple[int, int]]
 """Tensors that share memory: the number of each, and where in the memory it begins."""

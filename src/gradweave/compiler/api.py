@@ -15,15 +15,10 @@ from torch.amp import GradScaler
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import (
-    flat_leaves,
-    hooks_of_all,
-    map_nested,
-    mark_stepped,
-    parameters_behind,
-    saved_tensors_are_hooked,
-    step_pre_hooks,
-)
+from gradweave._compat.autograd import parameters_behind, saved_tensors_are_hooked
+from gradweave._compat.functions import flat_leaves, map_nested
+from gradweave._compat.modules import hooks_of_all
+from gradweave._compat.optimizers import mark_stepped, step_pre_hooks
 from gradweave._compat.tracing import dynamo_compile
 from gradweave._logging import announce, report
 from gradweave._runtime.attachment import AccumulatingAttachment

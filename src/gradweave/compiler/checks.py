@@ -12,7 +12,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import CriterionModule, step_pre_hooks
+from gradweave._compat.modules import CriterionModule
+from gradweave._compat.optimizers import step_pre_hooks
 from gradweave._runtime.claims import Technique
 from gradweave._runtime.composition import refuse_conflicts
 from gradweave._runtime.requirements import (

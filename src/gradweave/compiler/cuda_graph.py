@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradweave._compat.eager import free_matmul_workspaces
+from gradweave._compat.tensors import free_matmul_workspaces
 from gradweave._logging import announce
 from gradweave.compiler.lower import Compiled
 

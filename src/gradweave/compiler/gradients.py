@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from gradweave._compat.eager import scaler_tensors, unscale_in_place, update_scale_in_place
+from gradweave._compat.amp import scaler_tensors, unscale_in_place, update_scale_in_place
 
 
 @dataclass(frozen=True)

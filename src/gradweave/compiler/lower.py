@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Graph, GraphModule
 
-from gradweave._compat.eager import add_one
+from gradweave._compat.foreach import add_one
 from gradweave._compat.tracing import compile_with_inductor
 from gradweave._logging import announce
 from gradweave._runtime.buckets import mark_written

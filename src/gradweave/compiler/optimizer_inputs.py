@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import own_step, without_step_hooks
+from gradweave._compat.optimizers import own_step, without_step_hooks
 from gradweave._compat.tracing import is_symbolic
 from gradweave.compiler.optimizer_reads import OptimizerReads, own_attributes
 from gradweave.compiler.snapshot import IncomparableError, snapshot

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import own_step
+from gradweave._compat.optimizers import own_step
 from gradweave.compiler.snapshot import IncomparableError, globals_read_by, snapshot
 
 _MISSING = "nothing"

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn import functional
 
-from gradweave._compat.eager import map_nested
+from gradweave._compat.functions import map_nested
 from gradweave.step_graph.errors import NotOneGraphError
 
 IGNORE_INDEX = -100

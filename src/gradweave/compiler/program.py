@@ -16,7 +16,7 @@ from torch.amp import GradScaler
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import gradient_hooks
+from gradweave._compat.autograd import gradient_hooks
 from gradweave._compat.tracing import TooManyVariantsError, compile_lock
 from gradweave._logging import announce
 from gradweave._runtime.buckets import mark_written, same_objects

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import version_of
+from gradweave._compat.tensors import version_of
 from gradweave.compiler.optimizer_inputs import OptimizerInputs
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gradweave._compat.tensors import ITEM
 from gradweave.errors import GradweaveError
 
 aten = torch.ops.aten
@@ -56,7 +57,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     aten.clamp_max.default: torch.minimum,
     aten.clamp.default: lambda x, low=None, high=None: _clamp(x, low, high),
     aten.scalar_tensor.default: lambda number, **_: number * 1,
-    aten._local_scalar_dense.default: lambda x: x.to(torch.float64),
+    ITEM: lambda x: x.to(torch.float64),
     operator.add: operator.add,
     operator.sub: operator.sub,
     operator.mul: operator.mul,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.autograd import gradient_hooks
-from gradweave._compat.tensors import are_kept
+from gradweave._compat.tensors import are_kept, version_of
 from gradweave._runtime.backward import BackwardEnd
 from gradweave._runtime.buckets import Bucket, make_buckets, mark_written, same_groups, same_objects
 from gradweave._runtime.deferred.forbidden import ForbiddenGradient, forbidden_gradient
@@ -228,7 +228,7 @@ class BackwardEngine:
         mark_written(bucket.params)
         for p, guard in zip(bucket.params, guards, strict=True):
             p.grad = guard
-        self._used_up.append((bucket.params, guards, [p._version for p in bucket.params]))
+        self._used_up.append((bucket.params, guards, list(map(version_of, bucket.params))))
         self._applied.append(bucket)
 
     def _update(self, bucket: Bucket) -> None:
@@ -298,7 +298,7 @@ class BackwardEngine:
             for p, guard, version in zip(params, guards, versions, strict=True):
                 if p.grad is not guard:
                     raise self._refuse_use("an assignment")
-                if p._version != version:
+                if version_of(p) != version:
                     raise weight_changed()
 
     def _check_settings(self) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.functions import map_nested, no_torch_function
-from gradweave._compat.tensors import are_kept, metadata_guard
+from gradweave._compat.tensors import are_kept, metadata_guard, version_of
 from gradweave._runtime.deferred.arguments import METADATA
 from gradweave._runtime.optimizer_steps.snapshot import StepSnapshot
 
@@ -108,7 +108,7 @@ class LoopObserver:
             return
         if not self._versions:
             self._settings = StepSnapshot(self.optimizer).groups
-        self._versions[p] = p._version
+        self._versions[p] = version_of(p)
         p.grad = _ObservedGradient(p.grad, self)
 
     def _restore(self) -> None:
@@ -116,7 +116,7 @@ class LoopObserver:
         if replaced and len(replaced) < len(self._versions):
             self.note("assigns .grad")
         for p, version in self._versions.items():
-            if p._version != version:
+            if version_of(p) != version:
                 self.note("changes weights before step()")
             if isinstance(p.grad, _ObservedGradient):
                 real = p.grad._real

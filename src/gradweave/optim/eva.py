@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.compiler import is_compiling
 
-from gradweave._compat.eager import watchers
 from gradweave._compat.foreach import zero_all
+from gradweave._compat.functions import dispatch_modes
 from gradweave._compat.tracing import is_traced_to_operations
 from gradweave._runtime.attachment import Attachment
 from gradweave._runtime.claims import Technique, is_claimed, pipeline_part
@@ -208,7 +208,7 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
             self._average(group)
         check: FirstStepCheck | None = vars(self).get("_first_step_check")
         # A traced step computes with other tensors, and must not wait for their values.
-        if check is not None and not check.is_done and not is_compiling() and not watchers():
+        if check is not None and not check.is_done and not is_compiling() and not dispatch_modes():
             check.run(self.state)
 
     def _layers(self) -> list[CoveredLayer]:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import gradweave
-from gradweave._compat.eager import flat_leaves
+from gradweave._compat.functions import flat_leaves
 from gradweave._logging import announce
 from gradweave.errors import ArgumentError
 from gradweave.profile.measure import ROUNDS, Progress, measure_costs

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import flat_leaves, hooks_suspended
+from gradweave._compat.functions import flat_leaves
+from gradweave._compat.modules import hooks_suspended
 from gradweave._logging import announce
 from gradweave._runtime.dry_run import random_numbers_kept
 from gradweave._runtime.requirements import refuse_sharded, refuse_wrapped, require_module

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
-from gradweave._compat.eager import memory_of
+from gradweave._compat.tensors import memory_of
 from gradweave._compat.tracing import schema_of
 
 Phase = Literal["forward", "backward", "gradients", "update", ""]

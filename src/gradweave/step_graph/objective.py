@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from gradweave._compat.eager import map_nested, memory_of
+from gradweave._compat.functions import map_nested
+from gradweave._compat.tensors import memory_of
 from gradweave.step_graph.errors import NotOneGraphError, RefusedError
 from gradweave.step_graph.nodes import phase
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradweave
 from gradweave._compat.dispatch import EveryCall
-from gradweave._compat.eager import function_modes
+from gradweave._compat.functions import function_modes
 from gradweave._logging import _log_once
 from gradweave._runtime import buckets
 from gradweave._runtime.split_calls import mode as split_mode

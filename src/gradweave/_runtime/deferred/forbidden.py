@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from gradweave._compat.foreach import FOREACH_ZERO
 from gradweave._compat.functions import disabled_torch_function
 from gradweave._compat.tensors import asked_for_fake_tensor, metadata_guard
 from gradweave._runtime.deferred.arguments import of_type
 from gradweave.errors import GradweaveError
 
-_CLEARING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
+_CLEARING = {torch.ops.aten.zero_.default, FOREACH_ZERO}
 
 
 class ForbiddenGradient(torch.Tensor):

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gradweave._compat.functions import DispatchMode, flat_leaves
 from gradweave._compat.optimizers import own_step
 from gradweave._compat.tensors import memory_of
+from gradweave._compat.tracing import schema_of
 from gradweave._runtime.optimizer_steps.snapshot import copy_attributes
 
 _LARGEST_TRIED = 16 * 2**20
@@ -121,7 +122,7 @@ def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> Iterable[tuple[list
     by_position = name.startswith(("_foreach_", "_fused_")) and lists
     if not by_position:
         read = _tensors((inputs,))
-        changed = read if func._schema.is_mutable else []
+        changed = read if schema_of(func).is_mutable else []
         yield read, [*changed, *_tensors((result,))]
         return
     shared = _tensors(value for value in inputs if torch.is_tensor(value))
@@ -129,7 +130,7 @@ def _rows(func: Any, args: Any, kwargs: Any, result: Any) -> Iterable[tuple[list
     for position in range(max(map(len, lists))):
         read = _tensors(value[position] for value in lists if position < len(value))
         made = _tensors(value[position] for value in results if position < len(value))
-        yield [*read, *shared], [*read, *made] if func._schema.is_mutable else made
+        yield [*read, *shared], [*read, *made] if schema_of(func).is_mutable else made
 
 
 def _is_row(result: Any) -> bool:

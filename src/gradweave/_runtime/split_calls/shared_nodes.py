@@ -17,8 +17,7 @@ import torch
 from torch.autograd import Function
 
 from gradweave._compat.autograd import current_backward, keeps_graph
-from gradweave._compat.eager import watchers
-from gradweave._compat.functions import no_torch_function
+from gradweave._compat.functions import dispatch_modes, no_torch_function
 from gradweave._compat.tensors import alias_of, stream_teller
 from gradweave._runtime.split_calls.autocast_cache import AutocastNotes, is_cast_once
 from gradweave._runtime.split_calls.gradient_node import add, in_precision
@@ -336,7 +335,9 @@ class _SharedNode(Function):
     def forward(ctx: Any, sink: _SharedSink, *params: torch.Tensor) -> Any:
         ctx.sink = sink
         ctx.set_materialize_grads(False)
-        if watchers():  # a mode that sees operations may not know the class of a parameter whose update is pending
+        if (
+            dispatch_modes()
+        ):  # a mode that sees operations may not know the class of a parameter whose update is pending
             return tuple(p.detach() for p in params)
         return tuple(map(alias_of, params))  # resolves no pending update: that comes at the use of the weight
 

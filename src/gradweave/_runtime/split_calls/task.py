@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from gradweave._compat.tensors import version_of
 from gradweave.errors import GradweaveError
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None]
@@ -64,11 +65,11 @@ class Task:
     def watch_inputs(self) -> None:
         """Note the versions of its inputs, so that :meth:`check_inputs` finds changes in place."""
         # Autograd checks versions of saved tensors when a node unpacks them; these are read after their node has run.
-        self._versions = tuple(tensor._version for tensor in self._inputs)
+        self._versions = tuple(map(version_of, self._inputs))
 
     def check_inputs(self) -> None:
         """Raise GradweaveError if an input that is watched was changed in place."""
-        if self._versions and self._versions != tuple(tensor._version for tensor in self._inputs):
+        if self._versions and self._versions != tuple(map(version_of, self._inputs)):
             raise GradweaveError(
                 "an activation was changed in place before the deferred weight gradient that needs it was computed; "
                 'do not write to it there, or defer no weight gradients: policy="joint" instead of "cross_step", '

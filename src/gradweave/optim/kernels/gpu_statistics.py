@@ -23,17 +23,16 @@ from weakref import ref
 
 import torch
 
-from gradweave._compat.eager import (
+from gradweave._compat.autograd import (
     NO_BACKWARD,
     at_end_of_backward,
     current_backward,
     kept_copy,
     lasting_node,
     saved_tensors_hooks,
-    stream_teller,
-    version_of,
-    watchers,
 )
+from gradweave._compat.functions import dispatch_modes
+from gradweave._compat.tensors import stream_teller, version_of
 from gradweave.optim.kernels.launch import (
     VECTORIZED_BYTES,
     AddressTable,
@@ -193,19 +192,19 @@ class LayerCall:
         self._tap, self.plan, self._output, self._is_apart = tap, plan, output, is_apart
         self.stream = plan.current_stream()
         self.x: torch.Tensor | None = x
-        self._version = version_of(x)
+        self._version_then = version_of(x)
         self.sums: tuple[torch.Tensor, int] | None = None
 
     @property
     def is_intact(self) -> bool:
         """Whether the input is still there, and has not been changed in place since the call."""
         x = self.x
-        return x is not None and version_of(x) == self._version
+        return x is not None and version_of(x) == self._version_then
 
     def sum_alone(self) -> None:
         """Add up the input by itself, if it is intact."""
         x = self.x
-        if x is not None and version_of(x) == self._version:
+        if x is not None and version_of(x) == self._version_then:
             self.sums = self.plan.sum_inputs(x, self._tap), 0
 
     def __call__(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -261,7 +260,7 @@ def observe_call(tap: Tap, x: torch.Tensor, y: torch.Tensor, *, is_alone: bool, 
         type(x) not in _PLAIN_TYPES
         or type(y) is not torch.Tensor
         or tap.masking.mask is not None
-        or watchers()
+        or dispatch_modes()
         or x.is_neg()
     ):
         return False

@@ -28,7 +28,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from gradweave._compat.eager import (
+from gradweave._compat.functions import (
     enter_function_mode,
     function_modes,
     in_function_transform,

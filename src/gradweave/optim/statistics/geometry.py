@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from gradweave._compat.eager import ConvolutionModule
+from gradweave._compat.modules import ConvolutionModule
 from gradweave.optim.state import wide_dtype
 from gradweave.optim.statistics.patches import Window, patch_sum, windows_of
 

@@ -31,13 +31,9 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.nn.functional import pad
 
-from gradweave._compat.eager import (
-    function_transform,
-    gets_gradient,
-    has_one_hook,
-    is_being_traced,
-    watchers,
-)
+from gradweave._compat.autograd import gets_gradient
+from gradweave._compat.functions import dispatch_modes, function_transform, is_being_traced
+from gradweave._compat.modules import has_one_hook, own_parameter
 from gradweave._runtime.interception import weight_gradients_are_split
 from gradweave.errors import GradweaveError
 from gradweave.optim.kernels.gpu_statistics import GpuStatistics, observe_call
@@ -72,7 +68,7 @@ class _Pass(torch.autograd.Function):
         (sums,) = ctx.saved_tensors
         tap = ctx.tap
         # While a compiler or a dispatch mode traces a backward, it counts without asking the engine.
-        if not is_compiling() and not watchers() and not tap.is_counted(is_apart=ctx.is_apart):
+        if not is_compiling() and not dispatch_modes() and not tap.is_counted(is_apart=ctx.is_apart):
             return gradient, None, None, None, None, None, None
         with torch.no_grad():
             if tap.with_outputs:
@@ -204,7 +200,7 @@ class Tap:
 
     def weight_of(self, module: nn.Module) -> torch.Tensor:
         """Return the weight whose gradient the vectors belong to."""
-        own = module._parameters.get("weight")
+        own = own_parameter(module, "weight")
         return module.weight if own is None else own  # type: ignore[return-value]
 
     def input_sums(self, x: Any) -> tuple[torch.Tensor, float | torch.Tensor]:

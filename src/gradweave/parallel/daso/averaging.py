@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import copy_all
+from gradweave._compat.foreach import copy_all
 from gradweave._runtime.lendable_ranks import lendable_ranks
 from gradweave.parallel.daso.exchange import Exchange
 from gradweave.parallel.daso.flat_buffers import Layout, as_real

@@ -173,7 +173,7 @@ class Connections:
 
     @contextmanager
     def one(self) -> Iterator[Store]:
-        """Context in which a connection belongs to one thread."""
+        """Return a context in which a connection belongs to one thread."""
         with self._lock:
             store = self._free.pop() if self._free else None
         if store is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from gradweave._compat.eager import copy_all
+from gradweave._compat.foreach import copy_all
 
 Vectors = Sequence[torch.Tensor]
 _MOST_FREE = 2

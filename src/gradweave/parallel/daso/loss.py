@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gradweave._compat.eager import ready_scaler_tensors
+from gradweave._compat.amp import ready_scaler_tensors
 from gradweave.parallel.daso.flat_buffers import Layout
 
 

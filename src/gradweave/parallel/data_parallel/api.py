@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.dynamo import between_graphs
-from gradweave._compat.eager import flat_leaves, no_torch_function
+from gradweave._compat.functions import flat_leaves, no_torch_function
 from gradweave._logging import announce
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.buckets import message_params

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.eager import no_torch_function, without_function_mode
+from gradweave._compat.functions import no_torch_function, without_function_mode
 from gradweave._runtime.buckets import Bucket, with_groups
 from gradweave._runtime.deferred.deferred_updates import DeferredUpdates
 from gradweave._runtime.deferred.pending_gradient import make_gradient_pending

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from gradweave._compat.eager import ConvolutionModule, is_parametrized, no_torch_function
+from gradweave._compat.functions import no_torch_function
+from gradweave._compat.modules import ConvolutionModule, is_parametrized
 from gradweave._runtime.buckets import bytes_of
 from gradweave._runtime.module_hook import ModuleHook
 

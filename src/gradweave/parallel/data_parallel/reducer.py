@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from gradweave._compat.eager import NO_BACKWARD, current_backward, storage_users
+from gradweave._compat.autograd import NO_BACKWARD, current_backward
+from gradweave._compat.tensors import storage_users
 from gradweave._runtime.backward import BackwardEnd
 from gradweave._runtime.deferred.pending_gradient import (
     PendingGradient,

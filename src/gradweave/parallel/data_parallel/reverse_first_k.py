@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gradweave._compat.eager import no_torch_function
+from gradweave._compat.functions import no_torch_function
 from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave._runtime.split_calls.queued_calls import QueuedCalls
 from gradweave.parallel.data_parallel.layers import Layer

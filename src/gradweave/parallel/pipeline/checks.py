@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradweave._compat.eager import flat_leaves
+from gradweave._compat.functions import flat_leaves
 from gradweave._runtime.claims import Technique, claims_on, holders_of
 from gradweave._runtime.composition import refuse_conflicts
 from gradweave._runtime.fused_updates import updated_in_forward

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from gradweave._compat.eager import is_view
+from gradweave._compat.tensors import is_view
 from gradweave._runtime.dry_run import unseen
 from gradweave.errors import GradweaveError
 from gradweave.parallel.pipeline.weight_gradients import StageSplit, WeightGradientLedger
