@@ -186,7 +186,7 @@ class LayerCall:
         sums: The memory of the input's sums, and where they begin in it.
     """
 
-    __slots__ = ("__weakref__", "_is_apart", "_output", "_tap", "_version", "plan", "stream", "sums", "x")
+    __slots__ = ("__weakref__", "_is_apart", "_output", "_tap", "_version_then", "plan", "stream", "sums", "x")
 
     def __init__(self, tap: Tap, plan: LayerPlan, x: torch.Tensor, output: int, *, is_apart: bool) -> None:
         self._tap, self.plan, self._output, self._is_apart = tap, plan, output, is_apart
