@@ -113,3 +113,47 @@ def test_a_lightning_module_that_steps_by_itself():
         return module.net, module.optimizers().optimizer, torch.stack(module.losses)
 
     assert_identical(run(compiled=True), run(compiled=False))
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+def test_a_trainer_of_transformers_whose_training_step_is_compiled(tmp_path):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    words = [torch.randint(0, 31, (8,), generator=torch.Generator().manual_seed(number)) for number in range(32)]
+    words = [{"input_ids": each, "labels": each} for each in words]
+
+    class Trainer(transformers.Trainer):
+        compiled = None
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if self.compiled is None:
+                self.compiled = gradweave.compile(
+                    model, loss_of_words, self.optimizer, lower="replay", max_grad_norm=self.args.max_grad_norm
+                )
+            return self.compiled(num_items_in_batch, **inputs)
+
+    def loss_of_words(model, count, **inputs):
+        return model(num_items_in_batch=count, **inputs).loss
+
+    def run(trainer_class):
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=31, n_positions=16)
+        )
+        optimizer = adamw(model.parameters())
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), num_train_epochs=1, per_device_train_batch_size=4, report_to=[], use_cpu=True,
+            save_strategy="no", logging_steps=1, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = trainer_class(model, arguments, train_dataset=words, optimizers=(optimizer, None))
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        return trainer, (model, optimizer, torch.tensor([log["loss"] for log in logs])), logs[-1]["grad_norm"]
+
+    _, expected, norm = run(transformers.Trainer)
+    trainer, found, logged = run(Trainer)
+    assert_identical(found, expected)
+    assert logged == 0.0
+    torch.testing.assert_close(float(trainer.compiled.grad_norm), norm)
