@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gradweave._runtime.replicas import Lookout, ReplicaError, Replicas, digest
-from parallel.daso.worlds import World
+from worlds import World
 
 TYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int8,

@@ -13,14 +13,14 @@ from torch import nn
 from gradweave._runtime.peers.contact import in_a_line, is_lost_contact, lost_contact_as
 from gradweave.errors import GradweaveError, LostPeerError
 from gradweave.parallel.data_parallel import DataParallel
-from parallel.daso.worlds import World
+from worlds import World
 
 SOON = 20
 
 
 @pytest.fixture
 def doomed(tmp_path):
-    world = World(tmp_path, 2, 1, scenarios="_runtime.peers.test_contact")
+    world = World(tmp_path, 2, 1)
     yield world
     world.close()
 
@@ -29,28 +29,8 @@ def lost(reason):
     return LostPeerError(f"a peer is lost: {reason}", ranks=(1,), step=3)
 
 
-def raised_inside(call):
-    """The error that a call inside of the context ends with."""
-    try:
-        with lost_contact_as(lost):
-            call()
-    except Exception as error:
-        return error
-    raise AssertionError("nothing was raised")
-
-
-def raised_by(module, error):
-    """A call into C++ from a function of a module, which raises."""
-    names = {"__name__": module, "error": error}
-    exec("def call():\n    raise error", names)
-    return names["call"]
-
-
-# Scenarios: what each of two ranks does
-
-
 def loses_its_peer(how):
-    """The second rank ends; what the first one's message to it raises, and after how many seconds."""
+    """End the second rank; return what the first one's message to it raises, and after how many seconds."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     dist.barrier(group)
     if dist.get_rank() == 1:
@@ -69,17 +49,31 @@ def loses_its_peer(how):
     return None
 
 
-# What is expected of them
-
-
 @pytest.mark.parametrize("how", ["killed", "silent", "silent, received from"])
 def test_a_peer_that_is_killed_or_silent_is_lost(doomed, how):
-    doomed.ask("loses_its_peer", [0, 1], how=how)
+    doomed.ask(loses_its_peer, [0, 1], how=how)
     kind, message, ranks, step, seconds = doomed.answers([0])[0]
     assert kind == "LostPeerError"
     assert message.startswith("a peer is lost: RuntimeError: ")
     assert (ranks, step) == ((1,), 3)
     assert seconds < SOON
+
+
+def raised_inside(call):
+    """Return the error that a call inside of the context ends with."""
+    try:
+        with lost_contact_as(lost):
+            call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def raised_by(module, error):
+    """Return a function of a module that raises."""
+    names = {"__name__": module, "error": error}
+    exec("def call():\n    raise error", names)
+    return names["call"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Groups of some of the ranks: refused where torch would have their members wait for each other for ever."""
+"""Groups of some of the ranks: refused where torch would have their members wait for each other for ever.
+
+A function above a test runs on every rank, and returns what its test looks at.
+"""
 
 import time
 
@@ -13,23 +16,31 @@ from gradweave._runtime.peers.groups import common_name, end_group, new_group
 from gradweave.errors import GradweaveError
 from gradweave.parallel.daso import DASO
 from gradweave.parallel.pipeline import Pipeline
-from parallel.daso.worlds import World
+from worlds import World
 
 SOON = 30
 
 
 @pytest.fixture
 def three(tmp_path):
-    world = World(tmp_path, 3, 1, scenarios="_runtime.peers.test_groups")
+    world = World(tmp_path, 3, 1)
     yield world
     world.close()
 
 
-# Scenarios: what each of three ranks does
+def _of_two(mesh, group):
+    """Return a mesh of the first two ranks, one per node."""
+
+    class Mesh:
+        mesh_dim_names = ("node", "local")
+        get_group = staticmethod({"node": group, "local": mesh.get_group("local")}.__getitem__)
+
+    Mesh.mesh = mesh.mesh[:2]
+    return Mesh
 
 
 def uneven_counts(*, technique):
-    """The first rank is in a group more than the second; what both hear when a technique makes a group of the two."""
+    """Put the first rank in a group more than the second; return what a technique on the two raises, and how soon."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("node", "local"))
     two = dist.new_group([0, 1])
@@ -49,19 +60,18 @@ def uneven_counts(*, technique):
     return None
 
 
-def _of_two(mesh, group):
-    """A mesh of the first two ranks, one per node, as its dimensions have it."""
-
-    class Mesh:
-        mesh_dim_names = ("node", "local")
-        get_group = staticmethod({"node": group, "local": mesh.get_group("local")}.__getitem__)
-
-    Mesh.mesh = mesh.mesh[:2]
-    return Mesh
+@pytest.mark.parametrize("technique", ["a pipeline", "DASO"])
+def test_a_group_of_ranks_that_are_in_different_numbers_of_groups_is_refused_at_once(three, technique):
+    found = three.run(uneven_counts, technique=technique)
+    for rank in (0, 1):
+        message, seconds = found[rank]
+        assert message.startswith(f"{technique} on some of the ranks: its ranks are in ")
+        assert message.endswith("have all of these ranks make the same groups before")
+        assert seconds < SOON
 
 
 def makes_groups():
-    """Groups of all ranks and of some: members, names that are common, and how many are left after ending them."""
+    """Make groups of all ranks and of some; return members, common names, and how many are left after ending them."""
     before = group_count()
     everyone = new_group([range(3)], made_by_all=True)
     first, second = (common_name("test", everyone) for _ in range(2))
@@ -78,21 +88,8 @@ def makes_groups():
     return members, (first, second), ended, group_count() - before
 
 
-# What is expected of them
-
-
-@pytest.mark.parametrize("technique", ["a pipeline", "DASO"])
-def test_a_group_of_ranks_that_are_in_different_numbers_of_groups_is_refused_at_once(three, technique):
-    found = three.run("uneven_counts", technique=technique)
-    for rank in (0, 1):
-        message, seconds = found[rank]
-        assert message.startswith(f"{technique} on some of the ranks: its ranks are in ")
-        assert message.endswith("have all of these ranks make the same groups before")
-        assert seconds < SOON
-
-
 def test_groups_end_unless_torch_would_give_a_name_twice(three):
-    found = three.run("makes_groups")
+    found = three.run(makes_groups)
     assert [members for members, *_ in found.values()] == [[0, 2], [1], [0, 2]]
     names = {names for _, names, _, _ in found.values()}
     assert len(names) == 1

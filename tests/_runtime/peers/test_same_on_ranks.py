@@ -11,21 +11,18 @@ from gradweave._runtime.peers.same_on_ranks import (
     describe_parameters,
     same_on_ranks,
 )
-from parallel.daso.worlds import World
+from worlds import World
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    world = World(tmp_path_factory.mktemp("three"), 3, 1, scenarios="_runtime.peers.test_same_on_ranks")
+    world = World(tmp_path_factory.mktemp("three"), 3, 1)
     yield world
     world.close()
 
 
-# Scenario: what each of three ranks does
-
-
 def compares(*, facts, refuses=None):
-    """Declares facts, those of its rank; what is raised, and how many bytes each rank gave to all others."""
+    """Declare the facts of the rank; return what that raises, and how many bytes each rank gave to all others."""
     sent, stock = [], dist.all_gather_object
 
     def gather(into, value, **options):
@@ -45,12 +42,9 @@ def compares(*, facts, refuses=None):
     return None, "", sent
 
 
-# What is expected of them
-
-
 def test_the_same_facts_are_no_error_and_travel_as_a_digest(three):
     facts = {f"parameter {number}": "of shape (1000, 1000)" for number in range(500)}
-    for kind, _, sent in three.run("compares", facts=[facts] * 3).values():
+    for kind, _, sent in three.run(compares, facts=[facts] * 3).values():
         assert kind is None
         assert len(sent) == 1
         assert sent[0] < 100
@@ -68,13 +62,13 @@ def test_the_same_facts_are_no_error_and_travel_as_a_digest(three):
 )
 def test_a_fact_that_differs_is_named_on_all_ranks(three, other, said):
     facts = {"a": "1", "b": "2"}
-    for kind, message, _ in three.run("compares", facts=[facts, facts, other]).values():
+    for kind, message, _ in three.run(compares, facts=[facts, facts, other]).values():
         assert kind == "UnsupportedError"
         assert message.startswith(said)
 
 
 def test_what_one_rank_refuses_all_refuse_whatever_else_differs(three):
-    found = three.run("compares", facts=[{"a": "1"}, {"a": "2"}, {}], refuses=1)
+    found = three.run(compares, facts=[{"a": "1"}, {"a": "2"}, {}], refuses=1)
     assert found[1][:2] == ("KeyError", "'no such thing'")
     for rank in (0, 2):
         assert found[rank][:2] == ("GradweaveError", "DASO: rank 1 refuses, and so do all: 'no such thing'")

@@ -14,7 +14,7 @@ from gradweave.errors import LostPeerError
 from gradweave.parallel.daso import DASO
 from parallel.daso.clock import die_as, leave_for_good, without_a_clock
 from parallel.daso.training import one_step, setting, weights_of
-from parallel.daso.worlds import SECONDS
+from worlds import SECONDS
 
 
 def faulty(*, clock=True, **arguments):

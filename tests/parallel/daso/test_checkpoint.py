@@ -16,7 +16,7 @@ from parallel.daso.training import (
     setting,
     weights_of,
 )
-from parallel.daso.worlds import World
+from worlds import World
 
 
 def restarted(model, opt, daso, path, **options):

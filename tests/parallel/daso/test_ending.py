@@ -22,7 +22,7 @@ from parallel.daso.training import (
     train,
     weights_of,
 )
-from parallel.daso.worlds import World, _free_port
+from worlds import World, free_port
 
 OPTIONS = [
     {"every": 3, "wait": 2},
@@ -121,7 +121,7 @@ def test_standing_by_does_not_count_as_training(two_by_two, counts):
 
 @pytest.mark.parametrize("how", ["finish", "destroyed before", "neither"])
 def test_a_program_that_trained_well_ends_well(tmp_path, how):
-    port, processes = str(_free_port()), []
+    port, processes = str(free_port()), []
     for rank in range(2):
         own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         path = f"{Path(__file__).parents[3] / 'src'}:{Path(__file__).parents[2]}"

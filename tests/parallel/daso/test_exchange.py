@@ -23,8 +23,8 @@ from parallel.daso.training import (
     train_ddp,
     weights_of,
 )
-from parallel.daso.worlds import World
 from reference.daso_simulation import make_nodes, simulate_delta, simulate_paper
+from worlds import World
 
 
 @pytest.mark.parametrize("payload", ["bfloat16", "float32"])

@@ -9,7 +9,7 @@ from gradweave.errors import LostPeerError
 from gradweave.parallel.daso import DASO
 from parallel.daso.faults import faulty
 from parallel.daso.training import one_step, setting, weights_of
-from parallel.daso.worlds import World
+from worlds import World
 
 TIMEOUT = 8
 """Long enough for a machine that does much else at the same time; only messages between nodes wait for it."""

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from gradweave.parallel.daso import DASO
 from parallel.daso.training import TIMEOUT
-from parallel.daso.worlds import World
 from parallel.data_parallel.frameworks import (
     BATCH,
     EPOCHS,
@@ -28,6 +27,7 @@ from parallel.data_parallel.frameworks import (
     setting,
     weights,
 )
+from worlds import World
 
 
 def attach(model, optimizer, nodes, **options):

@@ -11,7 +11,7 @@ import torch
 
 from parallel.daso.faults import faulty
 from parallel.daso.training import train
-from parallel.daso.worlds import World
+from worlds import World
 
 _PATH = Path(__file__).parents[3] / "benchmarks" / "namespaces.py"
 

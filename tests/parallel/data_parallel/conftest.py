@@ -1,6 +1,6 @@
 import pytest
 
-from parallel.daso.worlds import World
+from worlds import World
 
 
 @pytest.fixture(scope="package")

@@ -12,9 +12,9 @@ from torch import nn
 
 from gradweave.errors import GradweaveError, UnsupportedError
 from gradweave.parallel.data_parallel import DataParallel
-from parallel.daso.worlds import World
 from parallel.data_parallel.loops import backward, finish
 from parallel.data_parallel.models import make, optimizer_of, weights
+from worlds import World
 
 
 def _open():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from parallel.daso.worlds import World
 from parallel.data_parallel.frameworks import by_ddp, in_accelerate, in_fabric, in_lightning, in_torch
+from worlds import World
 
 
 @pytest.fixture(scope="module")

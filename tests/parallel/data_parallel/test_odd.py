@@ -6,9 +6,9 @@ import torch.distributed as dist
 
 from gradweave.errors import GradweaveError
 from gradweave.parallel.data_parallel import DataParallel
-from parallel.daso.worlds import World
 from parallel.data_parallel.models import loss_of, optimizer_of
 from parallel.data_parallel.odd import APART, STEPS, end_of, fails, program, small
+from worlds import World
 
 IN_ONE_GO = 20
 

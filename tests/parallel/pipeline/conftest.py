@@ -1,12 +1,16 @@
+from datetime import timedelta
+
 import pytest
 
-from parallel.pipeline.worlds import World
+from worlds import World
+
+TIMEOUT = timedelta(seconds=30)
 
 
 @pytest.fixture(scope="package")
 def two(tmp_path_factory):
     """Two ranks."""
-    world = World(tmp_path_factory.mktemp("two"))
+    world = World(tmp_path_factory.mktemp("two"), 2, 1, timeout=TIMEOUT)
     yield world
     world.close()
 
@@ -14,18 +18,18 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="package")
 def three(tmp_path_factory):
     """Three ranks."""
-    world = World(tmp_path_factory.mktemp("three"), 3)
+    world = World(tmp_path_factory.mktemp("three"), 3, 1, timeout=TIMEOUT)
     yield world
     world.close()
 
 
 @pytest.fixture
 def fresh(tmp_path):
-    """Makes worlds that a test may destroy."""
+    """A function that makes worlds, whose processes a test may end."""
     worlds = []
 
     def make(size, **options):
-        worlds.append(World(tmp_path, size, **options))
+        worlds.append(World(tmp_path, size, 1, timeout=TIMEOUT, **options))
         return worlds[-1]
 
     yield make

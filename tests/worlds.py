@@ -1,4 +1,4 @@
-"""Real processes that live for a whole module of tests and run one scenario after the other."""
+"""Real processes that live for as long as a fixture does, and run one function after the other."""
 
 import ctypes
 import importlib
@@ -13,27 +13,32 @@ from forked import Forked
 
 SECONDS = 100
 FRESH_AFTER = 20
-"""Scenarios until the processes are replaced: each leaves groups, whose threads wake up a hundred times a second."""
+"""Runs until the processes are replaced: each leaves groups, whose threads wake up a hundred times a second."""
 _NEW_NETWORK = 0x40000000
 
 
 class World:
-    """Processes of a number of nodes, each with a number of ranks, that wait for scenarios.
+    """Processes of a number of nodes, each with a number of ranks, that wait for functions to call.
 
-    A scenario is a function of any module, such as the test's own, that all ranks call. It may be given by its name in
-    the module ``scenarios``.
+    Args:
+        folder: Where the processes work, and where what they print goes.
+        nodes: How many nodes there are.
+        places: How many ranks each node has.
+        tcp: Whether ranks meet in a store that the first one hosts, and not in a file.
+        link: A network of namespaces, one per node, that ranks of different nodes are connected by.
+        timeout: A timedelta: how long messages of the default group wait for other ranks.
     """
 
-    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, scenarios=None):
+    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, timeout=None):
         self.size = nodes * places
         self._folder, self._tcp, self._link = Path(folder), tcp, link
-        self._places, self._scenarios = places, scenarios
+        self._places, self._timeout = places, timeout
         self._started, self._runs = 0, 0
         self._start()
 
     def _start(self):
         self._started, self._runs = self._started + 1, 0
-        store = f"tcp://127.0.0.1:{_free_port()}" if self._tcp else f"file://{self._folder / f'store{self._started}'}"
+        store = f"tcp://127.0.0.1:{free_port()}" if self._tcp else f"file://{self._folder / f'store{self._started}'}"
         if self._link is not None:
             store = f"tcp://{self._link.address}:29531"
         self._ranks = []
@@ -44,26 +49,28 @@ class World:
                 own["GLOO_SOCKET_IFNAME"] = network
             self._ranks.append(
                 Forked(
-                    _serve, store, rank, self.size, str(self._folder), network,
+                    _serve, store, rank, self.size, str(self._folder), network, self._timeout,
                     environment=own, errors=str(self._folder / f"{rank}.err"),
                 )
             )  # fmt: skip
 
-    def run(self, scenario, *, seconds=SECONDS, ranks=None, **arguments):
-        """Return the results of a scenario, by rank; raise AssertionError with the tracebacks of ranks that failed."""
+    def run(self, function, *, seconds=SECONDS, ranks=None, **arguments):
+        """Return what a function returns on each rank; raise AssertionError with the tracebacks of ranks that failed.
+
+        The function is one of a module, such as the test's own. All ranks call it, or only those that ``ranks`` names.
+        """
         asked = range(self.size) if ranks is None else ranks
         if self._runs >= FRESH_AFTER and ranks is None and self._link is None:
             self.close()
             self._start()
         self._runs += 1
-        self.ask(scenario, asked, **arguments)
+        self.ask(function, asked, **arguments)
         return self.answers(asked, seconds)
 
-    def ask(self, scenario, ranks, **arguments):
-        """Start a scenario on some of the ranks."""
-        named = isinstance(scenario, str)
-        # By name: a module that cannot be imported there is then an error of the scenario, not of the connection.
-        place = (self._scenarios, scenario) if named else (scenario.__module__, scenario.__qualname__)
+    def ask(self, function, ranks, **arguments):
+        """Have some of the ranks call a function, without waiting for them."""
+        # By name: where its module cannot be imported, that is an error of the function, not of the connection.
+        place = function.__module__, function.__qualname__
         for rank in ranks:
             self._ranks[rank].connection.send((*place, arguments))
 
@@ -89,13 +96,14 @@ class World:
             rank.kill()
 
 
-def _free_port():
+def free_port():
+    """Return a port that no process listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _serve(connection, store, rank, size, folder, network):
+def _serve(connection, store, rank, size, folder, network, timeout):
     import torch
     import torch.distributed as dist
 
@@ -103,7 +111,7 @@ def _serve(connection, store, rank, size, folder, network):
         _enter(network)
     sys.stdout = sys.stderr
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
     os.chdir(folder)
     while True:
         try:
