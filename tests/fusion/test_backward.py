@@ -1,5 +1,6 @@
 import copy
 from collections import defaultdict
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -381,3 +382,33 @@ def test_states_of_a_loop_that_converts_the_layer_whose_gradients_come_first():
         [State.WATCHING, State.WATCHING],
         [State.READY, State.UPDATED],
     ]
+
+
+def zeros_stay(model, optimizer, fusion, x, y):
+    loss_of(model, x, y).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def two_micro_batches(model, optimizer, fusion, x, y):
+    with fusion.no_update():
+        loss_of(model, x, y).backward()
+    step(model, optimizer, x, y)
+
+
+@pytest.mark.parametrize("loop", [zeros_stay, two_micro_batches])
+def test_gradients_that_backward_adds_to_are_updated_in_backward(fused, loop):
+    """Such a gradient was there before backward, as one that the loop keeps was."""
+    *_, fusion = fused
+    loop(*fused, *next(iter(batches(1))))  # watched, in stock order
+    updated = []
+
+    @contextmanager
+    def note(bucket):
+        updated.append(bucket)
+        yield
+
+    fusion.record(note)
+    for x, y in batches(3):
+        loop(*fused, x, y)
+    assert updated

@@ -209,9 +209,9 @@ class BackwardEngine:
         if self.accumulating:
             return
         grads = [p.grad for p in bucket.params]
-        for grad in grads:
-            if grad is None or type(grad) is ForbiddenGradient:
-                return
+        # No loop variable may outlive this check: are_kept() counts references to the gradients.
+        if any(grad is None or type(grad) is ForbiddenGradient for grad in grads):
+            return
         _check_gradient(grads[-1])  # type: ignore[arg-type]
         if are_kept(grads):  # the loop may change them before step(), which then updates the bucket
             return
