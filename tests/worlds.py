@@ -27,12 +27,14 @@ class World:
         tcp: Whether ranks meet in a store that the first one hosts, and not in a file.
         link: A network of namespaces, one per node, that ranks of different nodes are connected by.
         timeout: A timedelta: how long messages of the default group wait for other ranks.
+        fresh_after: Runs until the processes are replaced; None keeps them.
     """
 
-    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, timeout=None):
+    def __init__(self, folder, nodes=2, places=2, *, tcp=False, link=None, timeout=None, fresh_after=FRESH_AFTER):
         self.size = nodes * places
         self._folder, self._tcp, self._link = Path(folder), tcp, link
         self._places, self._timeout = places, timeout
+        self._fresh_after = float("inf") if link is not None or fresh_after is None else fresh_after
         self._started, self._runs = 0, 0
         self._start()
 
@@ -60,7 +62,7 @@ class World:
         The function is one of a module, such as the test's own. All ranks call it, or only those that ``ranks`` names.
         """
         asked = range(self.size) if ranks is None else ranks
-        if self._runs >= FRESH_AFTER and ranks is None and self._link is None:
+        if self._runs >= self._fresh_after and ranks is None:
             self.close()
             self._start()
         self._runs += 1

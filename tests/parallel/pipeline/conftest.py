@@ -4,13 +4,14 @@ import pytest
 
 from worlds import World
 
-TIMEOUT = timedelta(seconds=30)
+# The processes stay for all tests: here new ones cost more than the groups that old ones are left with.
+OPTIONS = {"timeout": timedelta(seconds=30), "fresh_after": None}
 
 
 @pytest.fixture(scope="package")
 def two(tmp_path_factory):
     """Two ranks."""
-    world = World(tmp_path_factory.mktemp("two"), 2, 1, timeout=TIMEOUT)
+    world = World(tmp_path_factory.mktemp("two"), 2, 1, **OPTIONS)
     yield world
     world.close()
 
@@ -18,7 +19,7 @@ def two(tmp_path_factory):
 @pytest.fixture(scope="package")
 def three(tmp_path_factory):
     """Three ranks."""
-    world = World(tmp_path_factory.mktemp("three"), 3, 1, timeout=TIMEOUT)
+    world = World(tmp_path_factory.mktemp("three"), 3, 1, **OPTIONS)
     yield world
     world.close()
 
@@ -29,7 +30,7 @@ def fresh(tmp_path):
     worlds = []
 
     def make(size, **options):
-        worlds.append(World(tmp_path, size, 1, timeout=TIMEOUT, **options))
+        worlds.append(World(tmp_path, size, 1, **OPTIONS, **options))
         return worlds[-1]
 
     yield make
