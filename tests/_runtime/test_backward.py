@@ -1,5 +1,8 @@
 """The end of a backward is told once, to those who asked while it ran, and not if it fails."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -81,10 +84,32 @@ def test_a_callback_that_raises_does_not_keep_the_next_one_away():
         assert len(calls) == number + 1
 
 
+def test_the_end_does_not_keep_its_owner_alive():
+    class Owner:
+        def __init__(self):
+            self.end = BackwardEnd(self.ended)
+
+        def ended(self, _):
+            """Do nothing."""
+
+    owner = Owner()
+    gone = weakref.ref(owner)
+    end = owner.end
+    x = torch.ones(2, requires_grad=True)
+    loss = noting(end, x).sum()
+    gc.disable()
+    try:
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
+    loss.backward()
+
+
 def test_a_watch_tells_new_gradients_from_kept_and_cleared_ones():
     p, q = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     ends = []
-    watch = BackwardWatch(lambda: ends.append(watch.take_fresh([p, q])))
+    watch = BackwardWatch(lambda: ends.append(watch.take_fresh([p, q])), technique="DASO")
     watch.refresh([p, q])
     p.sum().backward()
     assert ends == [[1, 0]]
@@ -102,7 +127,7 @@ def test_a_watch_tells_new_gradients_from_kept_and_cleared_ones():
 
 def test_a_sparse_gradient_is_named():
     embedding = torch.nn.Embedding(4, 2, sparse=True)
-    watch = BackwardWatch(lambda: None)
+    watch = BackwardWatch(lambda: None, technique="DASO")
     watch.refresh(embedding.parameters())
     with pytest.raises(GradweaveError, match="sparse=False"):
         embedding(torch.tensor([1])).sum().backward()

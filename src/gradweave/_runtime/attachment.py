@@ -18,7 +18,7 @@ class Attachment(ABC):
     @property
     @abstractmethod
     def is_attached(self) -> bool:
-        """Whether it has not been detached."""
+        """Whether the attachment is in force: it is until :meth:`detach`."""
 
     @abstractmethod
     def detach(self) -> Any:

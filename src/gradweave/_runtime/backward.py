@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from inspect import ismethod
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -35,7 +36,8 @@ class BackwardEnd:
     """
 
     def __init__(self, ended: Callable[[int], None]) -> None:
-        self._ended = ended
+        # A method is held weakly: its object holds this one, and a cycle would keep both until a garbage collection.
+        self._find_ended = weakref.WeakMethod(ended) if ismethod(ended) else lambda: ended
         self._noted: set[int] = set()
 
     def note(self) -> int:
@@ -49,7 +51,9 @@ class BackwardEnd:
     def _end(self, backward: int) -> None:
         # Forgotten before the call, which may raise: the next backward then asks again.
         self._noted.discard(backward)
-        self._ended(backward)
+        ended = self._find_ended()
+        if ended is not None:
+            ended(backward)
 
     @property
     def is_pending(self) -> bool:
@@ -71,10 +75,12 @@ class BackwardWatch:
 
     Args:
         ended: Called on the thread that runs the backward, before it returns to the user.
+        technique: What averages the gradients, for messages.
     """
 
-    def __init__(self, ended: Callable[[], None]) -> None:
+    def __init__(self, ended: Callable[[], None], *, technique: str) -> None:
         self._ended = ended
+        self._technique = technique
         self._hooks: dict[int, RemovableHandle] = {}
         self._fresh: set[int] = set()
         self._end = BackwardEnd(self._backward_ended)
@@ -107,8 +113,8 @@ class BackwardWatch:
     def _accumulated(self, p: torch.Tensor) -> None:
         if p.grad is not None and p.grad.layout is not torch.strided:
             raise GradweaveError(
-                f"a parameter of shape {tuple(p.shape)} has a {p.grad.layout} gradient, which DASO cannot average; "
-                "construct its embedding with sparse=False"
+                f"a parameter of shape {tuple(p.shape)} has a {p.grad.layout} gradient, which {self._technique} cannot "
+                "average; construct its embedding with sparse=False"
             )
         self._fresh.add(id(p))
         self._end.note()

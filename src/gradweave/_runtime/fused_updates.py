@@ -22,7 +22,7 @@ class FusedUpdates(Protocol):
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has not been detached."""
+        """Whether the attachment is in force."""
 
     @property
     def in_graph_now(self) -> bool:

@@ -294,7 +294,7 @@ class Step(AccumulatingAttachment):
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has not been detached."""
+        """Whether the attachment is in force."""
         return self._let_go.alive
 
     def detach(self) -> None:

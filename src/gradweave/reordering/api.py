@@ -303,7 +303,7 @@ class Reordering(Attachment):
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has not been detached."""
+        """Whether the attachment is in force."""
         return self._state not in (ReorderingState.DETACHING, ReorderingState.DETACHED)
 
     @property

@@ -1,8 +1,8 @@
 """The rule that puts layers together into buckets: messages of gradients, and updates.
 
-The simulator's messages, those that ``DataParallel`` sends and the updates of ``fuse`` are all made
-by this rule, so that the simulated step is the step that runs. It knows no tensors: layers and
-their sizes are the caller's.
+The simulator's messages and those that ``DataParallel`` sends are made by this rule, of whole layers, so that the
+simulated step is the step that runs. ``fuse`` fills its buckets by it too, of single parameters, each of which has an
+update of its own. The rule knows no tensors: the items and their sizes are the caller's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def readiness(layers: Sequence[T], k: int = 0) -> tuple[list[T], list[T]]:
 def fill(run: Iterable[T], size: Callable[[T], int], limit: int) -> list[list[T]]:
     """Put the layers of a run into buckets, in their order, each filled up to ``limit`` bytes.
 
-    A layer is never divided, since its gradients are ready together and needed together. So a bucket
+    An item is never divided: the gradients of a layer, for example, are ready together and needed together. So a bucket
     may hold more than ``limit``, by less than its last layer. With a limit of 0 each layer has a
     bucket of its own.
     """

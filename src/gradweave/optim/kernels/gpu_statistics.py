@@ -24,15 +24,13 @@ from weakref import ref
 import torch
 
 from gradweave._compat.autograd import (
-    NO_BACKWARD,
-    at_end_of_backward,
-    current_backward,
     kept_copy,
     lasting_node,
     saved_tensors_hooks,
 )
 from gradweave._compat.functions import dispatch_modes
 from gradweave._compat.tensors import stream_teller, version_of
+from gradweave._runtime.backward import BackwardEnd
 from gradweave.optim.kernels.launch import (
     VECTORIZED_BYTES,
     AddressTable,
@@ -389,7 +387,7 @@ class GpuStatistics:
         self._prune_at = _MAX_SHAPES
         self._retained_bytes = 0
         self._to_record: list[CallSums] = []
-        self._backward = NO_BACKWARD
+        self._end = BackwardEnd(self._record)
         self._batches: dict[Any, BatchedSum] = {}
         self._record_launches: dict[Any, _RecordLaunch] = {}
         self._in_graphs: dict[int, object] = {}
@@ -470,23 +468,19 @@ class GpuStatistics:
 
     def record_at_end(self, sums: CallSums) -> None:
         """Have sums added to their layer's record at the end of the backward that is running."""
-        backward = current_backward()
         with self._lock:
             self._to_record.append(sums)
-            if backward == self._backward:
-                return
-            self._backward = backward
-        # The first layer that a backward passes registers the callback, which torch forgets if backward fails.
-        at_end_of_backward(self._record)
+        # Noted outside the lock: two threads of one backward may both ask, and the second call finds nothing left.
+        self._end.note()
 
     def discard(self) -> None:
         """Drop the sums of a backward that has failed."""
         self._to_record.clear()
 
-    def _record(self) -> None:
+    def _record(self, _: int) -> None:
         """Add sums to the layers' records; mostly in one launch for all."""
         with self._lock:
-            left, self._to_record, self._backward = self._to_record, [], NO_BACKWARD
+            left, self._to_record = self._to_record, []
         while left:
             # Programs of a launch run in any order: one launch has each record once.
             by_tap: dict[int, CallSums] = {}

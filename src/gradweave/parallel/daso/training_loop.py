@@ -104,7 +104,7 @@ class TrainingLoop:
         self.changes = changes
         self.state = StepState.CLEAR
         self.steps = 0
-        self._watch = BackwardWatch(self._backward_ended)
+        self._watch = BackwardWatch(self._backward_ended, technique="DASO")
 
     def attach(self, undo: ExitStack) -> None:
         """Place the hooks.

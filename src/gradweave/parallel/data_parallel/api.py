@@ -223,7 +223,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
 
     @property
     def is_attached(self) -> bool:
-        """Whether it has not been detached."""
+        """Whether the attachment is in force."""
         return self._state is not State.DETACHED
 
     def explain(self) -> str:

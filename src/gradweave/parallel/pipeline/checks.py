@@ -46,13 +46,15 @@ def device_of(layers: list[tuple[str, nn.Module]]) -> torch.device:
 
 
 def check_layers(module: nn.Module, device: torch.device | None) -> torch.device:
-    """Return the one device of a rank's layers; raise ArgumentError if there are several."""
+    """Return the one device of a rank's layers; raise UnsupportedError if there are several."""
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) > 1:
-        raise ArgumentError("model", f"layers on {len(devices)} devices", "give device= for this rank's layers")
+        raise UnsupportedError(
+            f"layers on {len(devices)} devices", "a rank computes on one", "give device= for this rank's layers"
+        )
     found = devices.pop() if devices else device or torch.device("cpu")
     if found.type == "meta":
-        raise ArgumentError("model", "layers without data", "give layers with weights, not on the meta device")
+        raise UnsupportedError("layers on the meta device", "they have no data", "give layers with weights")
     return found
 
 

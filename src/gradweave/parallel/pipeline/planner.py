@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from gradweave.errors import ArgumentError, GradweaveError, ScheduleError
+from gradweave.errors import ArgumentError, GradweaveError, ScheduleError, UnsupportedError
 from gradweave.parallel.pipeline.partition import UNKNOWN, cut, stage_graph
 from gradweave.parallel.pipeline.programs import (
     ONE_STAGE,
@@ -116,7 +116,9 @@ def choose(
     spans = [range(i, i + 1) for i in range(len(costs.layers))] if spans is None else spans
     layers = len(spans)
     if layers < ranks:
-        raise ArgumentError("model", f"{layers} layers", f"give one for each of the {ranks} ranks at least")
+        raise UnsupportedError(
+            f"a model of {layers} layers", f"there are {ranks} ranks", "give at least one layer for each rank"
+        )
     plans: list[Plan] = []
     refusals: list[GradweaveError] = []
     for policy in _policies(settings):
@@ -183,7 +185,9 @@ def _stage_counts(policy: str, settings: Settings, layers: int, ranks: int) -> I
             remedy += f"give a group of {', '.join(map(str, fitting))}" if fitting else "leave group out"
             raise ArgumentError("group", group, remedy)
         if count > layers:
-            raise ArgumentError("model", f"{layers} layers", f"{policy} needs {count} on {ranks} ranks")
+            raise UnsupportedError(
+                f"a model of {layers} layers", f"{policy} needs {count} on {ranks} ranks", "use another policy"
+            )
         yield count
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradweave.errors import ArgumentError, GradweaveError
+from gradweave.errors import GradweaveError, UnsupportedError
 from gradweave.parallel.pipeline.process_group import PipelinePeers
 
 _FROZEN, _NO_GRADIENT, _GRADIENT = range(3)
@@ -57,8 +57,8 @@ def _refuse_shared_buffers(layers: Sequence[tuple[str, nn.Module]], rank_of_laye
         for own, buffer in layer.named_buffers(remove_duplicate=False):
             other, where = seen.setdefault(id(buffer), (f"{name}.{own}", rank))
             if where != rank:
-                raise ArgumentError(
-                    "model", f"{name}.{own}", f"is the same buffer as {other}, on another rank; give each layer its own"
+                raise UnsupportedError(
+                    f"the buffer {name}.{own}", f"it is {other}, on another rank, too", "give each layer its own"
                 )
 
 
