@@ -61,7 +61,9 @@ class TaskGraph:
             raise ArgumentError("needs", len(self.needs), f"give one entry for each of the {len(self.tasks)} tasks")
         for task in self.tasks:
             if not 0 <= task.seconds < _LONGEST:
-                raise ArgumentError("seconds", task.seconds, f"give {task.label} 0 or more, and less than {_LONGEST:g}")
+                raise ArgumentError(
+                    f"seconds of {task.label}", task.seconds, f"give 0 or more, and less than {_LONGEST:g}"
+                )
         for buffer in self.buffers:
             if buffer.size < 0 or not buffer.users or not all(0 <= user < len(self.tasks) for user in buffer.users):
                 raise ArgumentError("buffers", buffer, "give a size of 0 or more, and tasks of the graph as users")
