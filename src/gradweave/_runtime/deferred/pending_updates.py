@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -84,8 +85,8 @@ class Update:
     shown: list[torch.Tensor] = field(default_factory=list)
 
 
-class UpdateRules:
-    """Decisions of a technique about its deferred updates; these are the defaults.
+class UpdateRules(ABC):
+    """Decisions of a technique about its deferred updates; those without a default are abstract.
 
     Attributes:
         name: Name of the technique, for messages.
@@ -95,6 +96,7 @@ class UpdateRules:
     name = "gradweave"
     compile_remedy = "detach() first"
 
+    @abstractmethod
     def buckets(self, used: Sequence[nn.Parameter]) -> list[Bucket]:
         """Return the buckets, after a step in stock order has created the optimizer's state.
 
@@ -102,17 +104,16 @@ class UpdateRules:
             used: All parameters of the optimizer, and others, in the order in which a forward has used them; one may
                 occur twice.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def may_hold(self, gradient: torch.Tensor) -> bool:
         """Return whether a gradient can change before its update only through Python."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stand_in(self, gradient: torch.Tensor, resolve: Callable[[], None]) -> torch.Tensor:
         """Return the value of ``.grad`` while the update is pending; its use must call ``resolve`` first."""
-        raise NotImplementedError
 
-    def before_update(self, update: Update) -> None:
+    def before_update(self, update: Update) -> None:  # noqa: B027  (a default: most gradients are there)
         """Wait for the gradients of an update."""
 
     def due(self, update: Update, pending: Sequence[Update]) -> Iterable[Update]:  # noqa: ARG002
