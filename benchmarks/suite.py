@@ -33,13 +33,15 @@ import gradweave
 from gradweave.compare.run import environment
 from gradweave.compare.statistics import Ratio, paired_ratio, percentiles
 
-SIDE_BY_SIDE, COMPILE_THREADS = 12, 3
-GPU_GIB, PROCESSES = 126, 30
+SIDE_BY_SIDE, COMPILE_THREADS = 14, 3
+GPU_GIB, PROCESSES = 135, 30
 RANKING_ROUNDS, ROUNDS, FINALISTS = 3, 7, 3
 PATIENCE = 150.0
 SAME_KERNELS = {"graph_compile": "compile", "graph_max_autotune": "compile_max_autotune"}
 """What compiles to the same kernels as another, and is not compiled cold beside it."""
-SLOWEST_FIRST = ("compile_max_autotune", "whole_max_autotune", "gradweave.compile", "whole")
+SLOWEST_FIRST = ("whole_max_autotune", "compile_max_autotune", "graph_max_autotune", "gradweave.compile", "whole")
+TUNING = "max_autotune"
+SLOWEST_MODEL = "efficientnet-b0-64"
 CAUSE = re.compile(r"\b[\w.]*(Error|Exception|Unsupported|Exit)\b")
 MIB = 1 << 20
 
@@ -165,9 +167,9 @@ def stock_of(contenders: Sequence[Contender]) -> list[Contender]:
 def measure_cold(wanted: list[tuple[Workload, str]], results: Path, caches: Path, until: float) -> None:
     """Start variants with empty caches, as many side by side as memory and cores take."""
 
-    def slowness(one: Contender) -> tuple[bool, int, int]:
+    def slowness(one: Contender) -> tuple[bool, bool, int, int]:
         order = SLOWEST_FIRST.index(one.variant) if one.variant in SLOWEST_FIRST else len(SLOWEST_FIRST)
-        return (one.workload.name != "efficientnet-b0-64", order, -one.workload.gib)
+        return (TUNING not in one.variant, one.workload.name != SLOWEST_MODEL, order, -one.workload.gib)
 
     waiting = sorted((Contender(workload, variant) for workload, variant in wanted), key=slowness)
     running: list[Contender] = []
@@ -268,7 +270,7 @@ def rank(contenders: list[Contender]) -> Contender | None:
         one.ranking = one.ranking[1:]
     able = sorted((one for one in stock_of(contenders) if one.runs), key=lambda one: min(one.ranking))
     for one in able[FINALISTS:]:
-        one.stop()
+        one.stop(kill=True)
     return Contender(able[0].workload, able[0].variant + AGAIN) if able else None
 
 
@@ -281,7 +283,7 @@ def finish(contenders: list[Contender], seconded: list[Contender]) -> None:
             one.take(one.workload.steps, one.times)
     for one in contenders:
         one.times = one.times[1:]
-        one.stop()
+        one.stop(kill=True)
 
 
 def rows_of(contenders: list[Contender], cold: dict[tuple[str, str], dict[str, str]]) -> list[dict[str, object]]:
@@ -337,7 +339,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--start", type=Path, default=Path("build/suite-start.csv"), help="what cold has written")
     parser.add_argument("--workload", action="append", choices=WORKLOADS, help="one of the suite; may be repeated")
-    parser.add_argument("--variant", action="append", help="one of the variants; may be repeated")
+    parser.add_argument("--variant", action="append", help="one of the variants, where a model has it; may be repeated")
     parser.add_argument("--toys", action="store_true", help="small models, on the CPU")
     parser.add_argument("--caches", type=Path, default=Path("build/suite-caches"))
     parser.add_argument("--minutes", type=float, default=600.0, help="begin nothing new after these")
@@ -353,10 +355,11 @@ def main() -> None:
     chosen = options.workload or (TOYS if options.toys else SUITE)
     done = {(row["model"], row["variant"]) for row in read(options.results)}
     workloads = [WORKLOADS[name] for name in chosen]
-    wanted = {w.name: [v for v in options.variant or w.variants if (w.name, v) not in done] for w in workloads}
+    allowed = set(options.variant or (v for w in workloads for v in w.variants))
+    wanted = {w.name: [v for v in w.variants if v in allowed and (w.name, v) not in done] for w in workloads}
     if options.what == "cold":
         pairs = [
-            (w, v) for w in workloads for v in wanted[w.name] if SAME_KERNELS.get(v, "") not in w.variants
+            (w, v) for w in workloads for v in wanted[w.name] if SAME_KERNELS.get(v, "") not in wanted[w.name]
         ]  # fmt: skip
         measure_cold(pairs, options.results, options.caches, until)
     else:
