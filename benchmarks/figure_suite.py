@@ -86,7 +86,7 @@ def _suite_row(model: str, rows: dict[str, Row] | None, notes: list[str]) -> lis
         model, f"`{best['variant']}`", f"{float(best['ms_50']):.2f}", _same_again(best, rows),
         f"{float(ours['ms_50']):.2f}" if ours["ms_50"] else NONE,
         interval(ours, "ratio", "ratio_low", "ratio_high") if ours["ratio"] else NONE,
-        ", ".join(f"{float(row['ratio']):.2f}" if row and row["ratio"] else NONE for row in (eager, fuse)),
+        ", ".join(_ratio(row, digits=2) for row in (eager, fuse)),
         f"{best['peak_allocated_mib']}, {ours['peak_allocated_mib']}",
         f"{best['peak_reserved_mib']}, {ours['peak_reserved_mib']}",
         ours["largest_loss_difference"], status,
@@ -104,6 +104,24 @@ def _same_again(best: Row, rows: dict[str, Row]) -> str:
     return f"{float(rows[variant]['ms_50']) / float(again['ms_50']):.3f} (of `{variant}`)"
 
 
+OTHER_STOCK = ("compile_reduce_overhead", "compile_max_autotune", "graph_compile", "graph_max_autotune", "whole", "jax")
+
+
+def stock_table(results: Results) -> str:
+    """Write what the stock steps are to the fastest of them, of the models that have been measured."""
+    known = measured(results)
+    rows = [
+        [model, *(_ratio(known[model].get(name), digits=3) for name in OTHER_STOCK)]
+        for model in suite_models()
+        if model in known
+    ]
+    return table(("model", *(f"`{name}`" for name in OTHER_STOCK)), rows)
+
+
+def _ratio(row: Row | None, *, digits: int) -> str:
+    return f"{float(row['ratio']):.{digits}f}" if row and row["ratio"] else NONE
+
+
 START_VARIANTS = ("eager", "compile_reduce_overhead", "compile_max_autotune", "whole", "gradweave.compile")
 COMPARED_STARTS = ("gradweave.compile", "compile_reduce_overhead")
 
@@ -118,7 +136,7 @@ def start_table(results: Results) -> str:
         for variant in START_VARIANTS:
             row = cold.get((model, variant))
             first = row["cold_s"] if row and row["status"] == "works" else row["status"] if row else NONE
-            seconds[variant] = first, warm.get(model, {}).get(variant, {}).get("warm_s") or NONE
+            seconds[variant] = first, _warm_seconds(warm.get(model, {}).get(variant))
         for which, one in zip(slower, zip(*(seconds[name] for name in COMPARED_STARTS), strict=True), strict=True):
             if all(text[0].isdigit() for text in one):
                 slower[which].append(float(one[0]) / float(one[1]))
@@ -126,6 +144,12 @@ def start_table(results: Results) -> str:
     header = ["seconds, cold and warm", *(f"`{name.removeprefix('gradweave.')}`" for name in START_VARIANTS)]
     words = " and ".join(f"{span(ratios, 1)} times ({which})" for which, ratios in slower.items())
     return table(header, rows) + f"\n`compile()` takes {words} the seconds of `reduce-overhead`.\n"
+
+
+def _warm_seconds(row: Row | None) -> str:
+    """Read the seconds of a warm start: of a step without caches, or one that a cold start has left them for."""
+    is_warm = row and (row["cold_s"] or row["variant"] == "eager")
+    return row["warm_s"] if row and is_warm else NONE
 
 
 def compile_span(results: Results) -> str:
@@ -140,5 +164,5 @@ def compile_span(results: Results) -> str:
     eager = suite_ratios(results, "eager")
     words += f", which is {span(ratios[model] / eager[model] for model in ratios if model in eager)} over eager steps"
     for model in noted:
-        words += f"; {model} {ratios[model]:.2f}, before a defect was mended"
+        words += f"; {model} {ratios[model]:.2f}, before a defect was fixed"
     return words

@@ -41,7 +41,7 @@ from figure_steps import (
     ways_table,
     whole_step_table,
 )
-from figure_suite import compile_span, start_table, suite_table
+from figure_suite import compile_span, start_table, stock_table, suite_table
 from figures import Results, table
 
 
@@ -128,6 +128,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "claims": claims_table,
     "records": records_table,
     "suite": suite_table,
+    "suite-stock": stock_table,
     "suite-start": start_table,
     "whole-step": whole_step_table,
     "whole-step-ways": ways_table,

@@ -90,6 +90,28 @@ def test_a_step_of_ours_that_failed_is_a_row_that_says_so_and_counts_as_not_meas
     assert f"({int(count) - 1} of {models} models)" in text
 
 
+def test_stock_steps_are_compared_among_themselves_where_they_have_been_measured(figures, tables, copy):
+    def fail(row):
+        return {**row, "ratio": ""} if (row["model"], row["variant"]) == ("resnet50-32", "graph_compile") else row
+
+    change_suite(copy, lambda row: fail(row) if row["model"] in ("resnet50-32", "gpt2-2x1024") else None)
+    lines = tables["suite-stock"](figures.Results(copy)).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| gpt2-2x1024", "| resnet50-32"]
+    assert lines[3] == "| resnet50-32 | 0.984 | \N{EN DASH} | \N{EN DASH} | \N{EN DASH} | 1.000 | \N{EN DASH} |"
+
+
+def test_a_start_is_warm_where_a_cold_one_has_left_caches(figures, tables, copy):
+    def line():
+        text = tables["suite-start"](figures.Results(copy))
+        (found,) = [line for line in text.splitlines() if line.startswith("| resnet50-32 ")]
+        return found
+
+    change_suite(copy, lambda row: {**row, "cold_s": "98.6", "warm_s": "34.9"} if ours_on_resnet(row) else row)
+    assert line().endswith(", 34.9 |")
+    change_suite(copy, lambda row: {**row, "cold_s": ""} if ours_on_resnet(row) else row)
+    assert line().endswith(", \N{EN DASH} |")
+
+
 def test_what_is_known_of_a_row_goes_when_it_is_measured_at_another_commit(figures, tables, copy, monkeypatch):
     import figure_suite
 
