@@ -39,7 +39,7 @@ os._exit(0)
 """
 
 
-def test_smaller_buckets_than_the_default_ones_would_send_no_more_messages(tmp_path, scripts):
+def test_buckets_smaller_than_the_default_would_divide_the_large_layers_no_further(tmp_path, scripts):
     import daso_nodes
 
     run_ranks(RANK, tmp_path / "store", str(Path(daso_nodes.__file__).parent), count=1)
