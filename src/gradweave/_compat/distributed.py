@@ -58,6 +58,39 @@ def is_flattened_by_fsdp(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
+def start_sum(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Start to sum a tensor over the ranks of a group, as an operation that a tracer records.
+
+    Args:
+        tensor: What this rank adds.
+        group_name: Name of the process group, by which a graph refers to it.
+
+    Returns:
+        A tensor to be read behind :func:`finish_sum` only.
+    """
+    return torch.ops._c10d_functional.all_reduce.default(tensor, "sum", group_name)  # type: ignore[no-any-return]
+
+
+def finish_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for what :func:`start_sum` has started; what runs next on the current stream sees the sum."""
+    return torch.ops._c10d_functional.wait_tensor.default(tensor)  # type: ignore[no-any-return]
+
+
+def starts_sum(node: torch.fx.Node) -> bool:
+    """Return whether a node is what :func:`start_sum` records."""
+    return node.target is torch.ops._c10d_functional.all_reduce.default
+
+
+def finishes_sum(node: torch.fx.Node) -> bool:
+    """Return whether a node is what :func:`finish_sum` records."""
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def name_of_group(group: Any) -> str:
+    """Return the name by which a graph refers to a process group."""
+    return str(group.group_name)
+
+
 def end_group(group: Any) -> None:
     """End a process group of one's own, which frees its connections and threads.
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
@@ -23,13 +25,31 @@ from gradweave._compat.tracing import dynamo_compile
 from gradweave._logging import announce, report
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
+from gradweave._runtime.peers.replica_messages import naming_lost_peers
+from gradweave._runtime.peers.same_on_ranks import (
+    describe_buffers,
+    describe_layouts,
+    describe_optimizer,
+    describe_parameters,
+    same_on_ranks,
+)
 from gradweave._runtime.requirements import refuse_sharded
 from gradweave._runtime.wrapped_optimizers import without_wrapper
-from gradweave.compiler.checks import Lowering, NewShapes, check_loss_fn, check_options, check_step
+from gradweave.compiler.checks import (
+    Lowering,
+    NewShapes,
+    announce_unaveraged,
+    check_loss_fn,
+    check_options,
+    check_replica,
+    check_scaler,
+    check_step,
+)
 from gradweave.compiler.eager_fallback import EagerFallback, reason_of
 from gradweave.compiler.gradients import Clipping
 from gradweave.compiler.padding import pad_batch
 from gradweave.compiler.program import Program, StepOptions
+from gradweave.compiler.replica_group import ReplicaGroup, group_of
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.schedule.costs import Costs
@@ -46,6 +66,7 @@ def compile(
     loss_fn: Callable[..., Any],
     optimizer: Optimizer,
     *,
+    mesh: DeviceMesh | ProcessGroup | None = None,
     max_grad_norm: float | None = None,
     max_grad_value: float | None = None,
     scaler: GradScaler | None = None,
@@ -75,6 +96,9 @@ def compile(
             the step is to return with it.
         optimizer: Any optimizer; one whose step is no tensor code, as that of nearly all of ``torch.optim`` is, runs
             eagerly.
+        mesh: The ranks that train replicas of the model, a mesh of one dimension or a process group: gradients are
+            averaged over them, inside of the graph, as DistributedDataParallel does. The model is given to all ranks
+            unwrapped; the first rank's weights and buffers become everyone's. None averages nothing.
         max_grad_norm: Clips gradients to this common norm; :attr:`Step.grad_norm` is the norm before.
         max_grad_value: Clips each element of a gradient to this value.
         scaler: Scales the loss and skips updates whose gradients are not finite, inside the graph; do not call its
@@ -97,30 +121,41 @@ def compile(
     Returns:
         The step, to be called with a batch.
     """
-    check_options(
-        max_grad_norm=max_grad_norm,
-        max_grad_value=max_grad_value,
-        scaler=scaler,
-        memory_budget=memory_budget,
-        costs=costs,
-        lower=lower,
-        new_shapes=new_shapes,
-        variants=variants,
-    )
     optimizer = without_wrapper(optimizer)
-    check_step(model, optimizer)
-    check_loss_fn(loss_fn)
-    clipping = Clipping(max_grad_norm, max_grad_value)
-    if scaler is not None and not scaler.is_enabled():
+    if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
-    if scaler is not None and getattr(optimizer, "needs_loss_scale", False):
-        name = type(optimizer).__name__
-        raise UnsupportedError(
-            f"a GradScaler with {name}", f"it would scale what {name} measures in backward", "use bfloat16"
+    group = group_of(mesh)
+    with same_on_ranks(group, technique="compile", alone=group is None) as facts:
+        check_options(
+            max_grad_norm=max_grad_norm,
+            max_grad_value=max_grad_value,
+            scaler=scaler,
+            memory_budget=memory_budget,
+            costs=costs,
+            lower=lower,
+            new_shapes=new_shapes,
+            variants=variants,
+            averages=group is not None,
         )
+        check_step(model, optimizer)
+        check_loss_fn(loss_fn)
+        check_scaler(scaler, optimizer)
+        if group is not None:
+            check_replica(model, optimizer)
+            scale = None if scaler is None else scaler.get_scale()
+            facts["the options"] = str((max_grad_norm, max_grad_value, scale, memory_budget, lower))
+            facts |= describe_optimizer(optimizer)
+            facts |= describe_parameters(model.named_parameters(remove_duplicate=False))
+            facts |= describe_layouts(model.named_parameters())
+            facts |= describe_buffers(model.named_buffers())
+    clipping = Clipping(max_grad_norm, max_grad_value)
+    replicas = None if group is None else ReplicaGroup(model, optimizer, group)
+    if mesh is None:
+        announce_unaveraged()
     options = StepOptions(
-        clipping, lower, scaler, memory_budget, costs, capture=True, report=lambda doing: report(f"compile: {doing}")
-    )
+        clipping, lower, scaler, memory_budget, costs, capture=True, report=lambda doing: report(f"compile: {doing}"),
+        replicas=replicas,
+    )  # fmt: skip
     return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
 
 
@@ -150,6 +185,7 @@ class Step(AccumulatingAttachment):
         captured = _CapturedParts(parts)
         self._eager_objective = _objective(captured)
         self._options = options
+        self._replicas = options.replicas
         self._new_shapes = new_shapes
         self._variants = variants
         self._first_shapes: Any = None
@@ -182,12 +218,22 @@ class Step(AccumulatingAttachment):
             raise GradweaveError("this step is detached; compile() the model again")
         if not torch.is_grad_enabled():
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
+        if self._replicas is None:
+            return self._take(batch, named)
+        with naming_lost_peers("a step could not be taken"):
+            self._replicas.begin_step(update=self._state.update)
+            return self._take(batch, named)
+
+    def _take(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Take a step, in the way that fits."""
         given: Batch = on_device_of(self.model, (batch, named))
         params = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         leaves = flat_leaves(given)
         shapes = _shapes(leaves)
         if not self._updated.issuperset(map(id, params)):
             return self._first_step(given, params, shapes)
+        if self._replicas is not None and self._replicas.is_learning:
+            return self._eager_step(given, params)
         obstacle = self._obstacle(leaves)
         if obstacle is not None:
             return self._step_without_graph(obstacle, given, params)
@@ -254,6 +300,7 @@ class Step(AccumulatingAttachment):
             self._eager_update(params)
         elif state.call is CallState.UPDATED:
             mark_stepped(self.optimizer)
+            self._weights_updated()
         return loss if extras is None else (loss, extras)
 
     def _step_without_graph(self, reason: str, given: Batch, params: Sequence[nn.Parameter]) -> Any:
@@ -307,7 +354,8 @@ class Step(AccumulatingAttachment):
             return "detached: there is no graph any more"
         graphs = len(self._captured.open().programs)
         eager = f"; the last step that could not be one ran eagerly: {self._eager_reason}" if self._eager_reason else ""
-        return f"lower={self._options.lower!r}: {graphs} graph(s) so far{eager}"
+        averages = f"; {self._replicas.explain()}" if self._replicas is not None else ""
+        return f"lower={self._options.lower!r}: {graphs} graph(s) so far{averages}{eager}"
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
@@ -365,8 +413,10 @@ class Step(AccumulatingAttachment):
         return result
 
     def _eager_update(self, params: Sequence[nn.Parameter]) -> None:
-        """Clip the gradients that are there, and update."""
+        """Average and clip the gradients that are there, and update."""
         scaler = self._options.scaler
+        if self._replicas is not None:
+            self._replicas.average()
         if scaler is not None:
             scaler.unscale_(self.optimizer)
         clipping = self._options.clipping
@@ -385,6 +435,11 @@ class Step(AccumulatingAttachment):
         finally:
             hook.remove()
         self.optimizer.zero_grad()
+        self._weights_updated()
+
+    def _weights_updated(self) -> None:
+        if self._replicas is not None:
+            self._replicas.end_step()
 
 
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradweave._compat.modules import CriterionModule
 from gradweave._compat.optimizers import step_pre_hooks
+from gradweave._logging import announce
 from gradweave._runtime.claims import Technique
 from gradweave._runtime.composition import refuse_conflicts
+from gradweave._runtime.lendable_ranks import lendable_ranks
 from gradweave._runtime.requirements import (
     refuse_sharded,
     refuse_wrapped,
     require_module,
+    require_one_device,
     require_optimizer,
+    require_shapes,
     require_undifferentiated,
 )
 from gradweave.errors import ArgumentError, UnsupportedError
@@ -42,6 +48,7 @@ def check_options(
     lower: Any,
     new_shapes: Any,
     variants: Any,
+    averages: bool = False,
 ) -> None:
     """Raise ArgumentError for options that mean nothing, by themselves or together."""
     if lower not in get_args(Lowering):
@@ -56,6 +63,8 @@ def check_options(
         raise ArgumentError(
             "costs", costs.name, 'lower="replay" has one stream; use lower="inductor", or leave them out'
         )
+    if costs is not None and averages:
+        raise ArgumentError("costs", costs.name, "not with a mesh of several ranks; leave them out")
     if not isinstance(variants, int) or isinstance(variants, bool) or variants < 1:
         raise ArgumentError("variants", variants, "give at least 1")
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):
@@ -102,6 +111,38 @@ def check_step(model: nn.Module, optimizer: Optimizer) -> None:
         )
     refuse_wrapped(model)
     refuse_sharded(model)
+
+
+def check_scaler(scaler: GradScaler | None, optimizer: Optimizer) -> None:
+    """Raise UnsupportedError for an optimizer that cannot be given scaled gradients."""
+    if scaler is not None and getattr(optimizer, "needs_loss_scale", False):
+        name = type(optimizer).__name__
+        raise UnsupportedError(
+            f"a GradScaler with {name}", f"it would scale what {name} measures in backward", "use bfloat16"
+        )
+
+
+def check_replica(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise for models and optimizers that cannot be averaged over ranks inside of a graph."""
+    params = list(model.parameters())
+    require_shapes(params)
+    require_one_device([*params, *(p for group in optimizer.param_groups for p in group["params"])])
+    if lendable_ranks(optimizer) is not None:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} with mesh=",
+            "its statistics would have to be averaged inside of the graph, too",
+            "use DistributedDataParallel, or another optimizer",
+        )
+
+
+def announce_unaveraged() -> None:
+    """Warn once where there are several ranks, over which nothing is averaged."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        announce(
+            f"compile: there are {dist.get_world_size()} ranks, and each trains by itself; to average gradients over "
+            "them, give mesh=, such as torch.distributed.group.WORLD",
+            level=logging.WARNING,
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients between backward and update, in a traced step: accumulation, loss scaling, clipping."""
+"""Gradients between backward and update, in a traced step: accumulation, averages, loss scaling, clipping."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from torch import nn
 from torch.amp import GradScaler
 
 from gradweave._compat.amp import scaler_tensors, unscale_in_place, update_scale_in_place
+from gradweave._compat.distributed import finish_sum, start_sum
+from gradweave._runtime.peers.gradient_messages import in_memory_order, laid_out_like
+from gradweave.step_graph.errors import PartialGradientsError, UnplannedGradientsError
+from gradweave.step_graph.nodes import gradient
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,52 @@ def restore_if_infinite(
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(found_inf[0] > 0, old, tensor))
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Averages of gradients over ranks.
+
+    Attributes:
+        group_name: Of the ranks' process group.
+        share: What this rank's gradients are multiplied by.
+        messages: Numbers of the trainable parameters in each message, in the order of sending.
+    """
+
+    group_name: str
+    share: float
+    messages: tuple[tuple[int, ...], ...]
+
+    def average(self, grads: list[torch.Tensor | None]) -> None:
+        """Put averages in the place of gradients.
+
+        A message is laid out as :class:`~gradweave._runtime.peers.gradient_messages.GradientMessages` lays out those of
+        eager steps: one rank may take a step eagerly that others take as a graph.
+
+        Raises:
+            PartialGradientsError: If a gradient that a message is to carry is None.
+            UnplannedGradientsError: If there are gradients that no message carries.
+        """
+        planned = {number for message in self.messages for number in message}
+        unplanned = tuple(n for n, grad in enumerate(grads) if grad is not None and n not in planned)
+        if unplanned:
+            raise UnplannedGradientsError(unplanned)
+        sent = []
+        for message in self.messages:
+            parts = []
+            for number in message:
+                grad = grads[number]
+                if grad is None:
+                    raise PartialGradientsError("a parameter that others may send a gradient for has none")
+                with gradient(number):
+                    parts.append(in_memory_order(grad * self.share))
+            flags = torch.ones(len(message), dtype=parts[0].dtype, device=parts[0].device)
+            sent.append(start_sum(torch.cat([*parts, flags]), self.group_name))
+        for message, wire in zip(self.messages, sent, strict=True):
+            given = [grad for number in message if (grad := grads[number]) is not None]
+            pieces = finish_sum(wire).split([*(grad.numel() for grad in given), len(given)])
+            for number, grad, piece in zip(message, given, pieces, strict=False):
+                grads[number] = laid_out_like(piece, grad)
 
 
 def accumulate(grads: list[torch.Tensor | None], sums: Mapping[int, torch.Tensor], *, update: bool) -> None:

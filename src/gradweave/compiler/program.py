@@ -23,7 +23,7 @@ from gradweave._runtime.buckets import mark_written, same_objects
 from gradweave.compiler.aliasing import Aliasing, checksums, has_aliases, merge_inputs, repeated_inputs
 from gradweave.compiler.checks import Lowering
 from gradweave.compiler.cuda_graph import Captured
-from gradweave.compiler.gradients import Clipping, LossScaling, scaler_inputs
+from gradweave.compiler.gradients import Averaging, Clipping, LossScaling, scaler_inputs
 from gradweave.compiler.lower import Compiled, Replay, Runnable, replay_by_task
 from gradweave.compiler.optimizer_inputs import OptimizerInputs
 from gradweave.compiler.padding import padding_values
@@ -31,11 +31,19 @@ from gradweave.compiler.passes.placement import has_data_dependent_sizes
 from gradweave.compiler.passes.scalars import moved_slots
 from gradweave.compiler.passes.two_streams import note_places, upper_layers
 from gradweave.compiler.random_numbers import generator_states, preserve_generators, restore_generators
+from gradweave.compiler.replica_group import ReplicaGroup
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.compiler.trace import Recipe, TracedStep, trace_step
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.schedule.costs import Costs
-from gradweave.step_graph.errors import HookError, NoStateError, NotOneGraphError, RefusedError
+from gradweave.step_graph.errors import (
+    HookError,
+    NoStateError,
+    NotOneGraphError,
+    PartialGradientsError,
+    RefusedError,
+    UnplannedGradientsError,
+)
 from gradweave.step_graph.objective import Objective, loss_output_of, outputs_of
 from gradweave.step_graph.recompute import is_checkpointed, with_recomputation
 from gradweave.step_graph.recording import Mark
@@ -60,6 +68,7 @@ class StepOptions:
         costs: By which a second stream is planned; None for one stream.
         capture: Whether to replay a step on a GPU as one CUDA graph.
         report: Told what is going on while a step is made.
+        replicas: The ranks that gradients are averaged over; None if there are no others.
     """
 
     clipping: Clipping
@@ -69,6 +78,7 @@ class StepOptions:
     costs: Costs | None
     capture: bool
     report: Callable[[str], None]
+    replicas: ReplicaGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class _Purpose:
             places since the forward was captured.
         summed: Numbers of the trainable parameters that have gradients of earlier micro-batches.
         update: Whether the step updates, or adds up gradients.
+        averaging: Over ranks; None if there are no others, or the step does not update.
         scaling: Of the loss; None if it is not scaled.
         lower: As for ``compile``; a step that is recorded is always replayed.
     """
@@ -89,6 +100,7 @@ class _Purpose:
     repeated: tuple[tuple[int, int], ...]
     summed: tuple[int, ...]
     update: bool
+    averaging: Averaging | None
     scaling: LossScaling | None
     lower: Lowering
 
@@ -172,10 +184,13 @@ class Program:
         self._output_count = len(outputs_of(forward))
         self._variants: list[_Variant] = []
         self._times_made = 0
+        self._partial: set[tuple[int, ...]] = set()
+        """Trainable inputs of steps in which some get no gradient."""
 
     def run(self, *inputs: Any) -> list[Any]:
         """Take a step, or add up gradients for the one that updates; return the outputs of the forward."""
-        state, scaler = self._state, self._options.scaler
+        options, state = self._options, self._state
+        scaler = options.scaler
         every = [p for group in self._optimizer.param_groups for p in group["params"]]
         purpose, has_strays = self._purpose_of(inputs, every)
         params = [inputs[index] for index in purpose.trainable]
@@ -186,8 +201,17 @@ class Program:
         with torch.no_grad():
             variant = self._find(purpose, params, inputs)
             if variant is None:
-                with compile_lock(), preserve_generators(params[0].device):
-                    variant = self._make(purpose, inputs, sums)
+                try:
+                    with compile_lock(), preserve_generators(params[0].device):
+                        variant = self._make(purpose, inputs, sums)
+                except PartialGradientsError:
+                    self._partial.add(purpose.trainable)
+                    return self.run(*inputs)
+                except UnplannedGradientsError as error:
+                    if options.replicas is None:
+                        raise
+                    options.replicas.plan([params[number] for number in error.numbers])
+                    return self.run(*inputs)
             given = [*inputs, *sums, *scaler_inputs(scaler)]
             if state.mark is None:
                 variant, outputs = self._take(variant, given, inputs, sums)
@@ -217,11 +241,29 @@ class Program:
         params = [inputs[index] for index in trainable]
         known = set(map(id, params))
         has_strays = state.update and any(p.grad is not None and id(p) not in known for p in every)
+        averaging = None
+        if state.update and not has_strays and self._options.replicas is not None:
+            averaging = self._averaging(self._options.replicas, trainable, params)
+            has_strays = averaging is None
         update = state.update and not has_strays
         summed = tuple(index for index, p in enumerate(params) if not update or p.grad is not None)
         scaling = LossScaling.of(scaler) if scaler else None
         lower: Lowering = self._options.lower if state.mark is None else "replay"
-        return _Purpose(trainable, repeated, summed, update, scaling, lower), has_strays
+        return _Purpose(trainable, repeated, summed, update, averaging, scaling, lower), has_strays
+
+    def _averaging(
+        self, replicas: ReplicaGroup, trainable: tuple[int, ...], params: Sequence[nn.Parameter]
+    ) -> Averaging | None:
+        """Return the averaging of a step's gradients; None if others may send gradients that this step lacks.
+
+        Whether they do is known only when their messages are here, and a graph has no branches: such a step adds up
+        gradients, and the update follows eagerly.
+        """
+        numbers = {p: number for number, p in enumerate(params)}
+        if trainable in self._partial or any(p not in numbers for message in replicas.messages for p in message):
+            return None
+        messages = tuple(tuple(numbers[p] for p in message) for message in replicas.messages)
+        return Averaging(replicas.name, replicas.share, messages)
 
     def _find(self, purpose: _Purpose, params: Sequence[nn.Parameter], inputs: Sequence[Any]) -> _Variant | None:
         """Return the variant for a purpose and for the optimizer as it is now; None if there is none."""
@@ -251,6 +293,12 @@ class Program:
         if variant.state is VariantState.PROVEN:
             state.call = CallState.BEGUN
             return variant, variant.runnable.run(given)
+        if variant.purpose.averaging is not None:
+            # What has failed here may have sent messages, which others have counted: it cannot be taken in another way.
+            state.call = CallState.BEGUN
+            outputs = variant.runnable.run(given)
+            variant.prove()
+            return variant, outputs
         tensors = [x for x in (*given, *variant.traced.optimizer.state()) if isinstance(x, torch.Tensor)]
         before = checksums(tensors)
         device = variant.traced.optimizer.params[0].device
@@ -322,7 +370,9 @@ class Program:
         options, trainable = self._options, purpose.trainable
         optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
         scale = scaler_inputs(options.scaler)
-        recipe = Recipe(options.clipping, sums, purpose.summed, purpose.update, purpose.scaling, scale)
+        recipe = Recipe(
+            options.clipping, sums, purpose.summed, purpose.update, purpose.averaging, purpose.scaling, scale
+        )
         exact = lower == "replay"
 
         def lower_forward(forward: Callable[..., Any]) -> tuple[TracedStep, Runnable]:
@@ -386,7 +436,7 @@ class Program:
         options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
         upper = None if options.costs is None or not recipe.update else self._plan(traced, options.costs)
         compiled = Compiled(traced, self._state, inputs, upper=upper)
-        if options.capture and optimizer.params[0].is_cuda:
+        if options.capture and optimizer.params[0].is_cuda and recipe.averaging is None:
             changed = traced.changed_inputs()
             return traced, Captured(compiled, self._in_place(changed, inputs), changed)
         return traced, compiled

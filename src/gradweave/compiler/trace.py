@@ -25,8 +25,9 @@ from gradweave._compat.tracing import (
     names_of,
     trace_to_graph,
 )
-from gradweave.compiler.gradients import Clipping, LossScaling, accumulate, clip, restore_if_infinite
+from gradweave.compiler.gradients import Averaging, Clipping, LossScaling, accumulate, clip, restore_if_infinite
 from gradweave.compiler.optimizer_inputs import OptimizerInputs
+from gradweave.compiler.passes.communication import send_behind_gradients
 from gradweave.compiler.random_numbers import refuse_python_random
 from gradweave.step_graph.errors import NotOneGraphError
 from gradweave.step_graph.nodes import changed_by, phase, root
@@ -43,6 +44,7 @@ class Recipe:
         sums: Gradients of earlier micro-batches; an update sets them to zero, other steps add to them.
         summed: Numbers of the trainable parameters that these belong to.
         update: Whether the step updates; otherwise it only adds to the sums.
+        averaging: Over ranks, before an update; None if there are no others.
         scaling: Of the loss; None if it is not scaled.
         scale: The scale and its tracker; empty if the loss is not scaled.
         unguarded: State slots that the graph does not restore when an update is skipped; the caller must, by the
@@ -53,6 +55,7 @@ class Recipe:
     sums: Sequence[torch.Tensor] = ()
     summed: tuple[int, ...] = ()
     update: bool = True
+    averaging: Averaging | None = None
     scaling: LossScaling | None = None
     scale: Sequence[torch.Tensor] = ()
     unguarded: frozenset[int] = frozenset()
@@ -151,6 +154,9 @@ def _trace(
         outputs = [output.detach() if isinstance(output, torch.Tensor) else output for output in outputs]
         if not recipe.update:
             return outputs
+        if recipe.averaging is not None:
+            with phase("communication"):
+                recipe.averaging.average(grads)
         with phase("gradients"):
             found_inf = recipe.scaling.unscale(grads, scale[0]) if recipe.scaling else None
             norm = clip(params, grads, recipe.clipping)
@@ -170,6 +176,9 @@ def _trace(
         graph = trace_to_graph(step, as_eager=exact)(
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
+    if recipe.averaging is not None:
+        send_behind_gradients(graph.graph)
+        graph.recompile()
     if any(root(argument).op == "get_attr" for node in graph.graph.nodes for argument in changed_by(node)):
         raise NotOneGraphError(
             "the step changes a tensor in place that is neither a weight, a buffer, a batch nor the optimizer's state; "

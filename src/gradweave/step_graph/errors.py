@@ -13,6 +13,22 @@ class NotOneGraphError(GradweaveError):
     """A step that cannot be one graph; it is taken eagerly."""
 
 
+class PartialGradientsError(RefusedError):
+    """A step in which parameters get no gradient on this rank that others may send one for: it must ask them."""
+
+
+class UnplannedGradientsError(RefusedError):
+    """A step in which parameters get a gradient that are in no message to other ranks.
+
+    Args:
+        numbers: Of the trainable parameters.
+    """
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.numbers = numbers
+        super().__init__(numbers)
+
+
 class HookError(NotOneGraphError):
     """A step that cannot be one graph while a parameter has a hook; looking for hooks again costs nothing."""
 

@@ -12,15 +12,28 @@ from torch.fx import Node
 from gradweave._compat.tensors import memory_of
 from gradweave._compat.tracing import schema_of
 
-Phase = Literal["forward", "backward", "gradients", "update", ""]
-"""A part of a training step; ``"gradients"`` is what is done with them between backward and update."""
+Phase = Literal["forward", "backward", "gradients", "communication", "update", ""]
+"""A part of a training step; ``"gradients"`` is what is done with them between backward and update, and
+``"communication"`` the averaging over ranks."""
 
 _PHASE = "gradweave_phase"
+_GRADIENT = "gradweave_gradient"
 
 
 def phase(name: Phase) -> AbstractContextManager[Any]:
     """Return a context whose traced operations belong to a phase."""
     return torch.fx.traceback.annotate({_PHASE: name})
+
+
+def gradient(number: int) -> AbstractContextManager[Any]:
+    """Return a context whose traced operations put the gradient of a trainable parameter into a message."""
+    return torch.fx.traceback.annotate({_GRADIENT: number})
+
+
+def gradient_of(node: Node) -> int | None:
+    """Return the number of the trainable parameter whose gradient a node puts into a message; None for others."""
+    number: int | None = (node.meta.get("custom") or {}).get(_GRADIENT)
+    return number
 
 
 def set_phase(node: Node, name: Phase) -> None:

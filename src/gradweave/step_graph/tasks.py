@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from gradweave.schedule.tasks import Kind
-from gradweave.step_graph.nodes import changed_by, phase_of, root
+from gradweave.step_graph.nodes import changed_by, gradient_of, phase_of, root
 
 
 class Place(NamedTuple):
@@ -46,7 +46,8 @@ def tasks_of(
     Layers are the modules that have trainable parameters of their own, in the order in which forward first reads them.
     An operation without parameters belongs to the layer before it in forward, and to the layer that waits for it in
     backward. Backward is W where it serves the gradients of one layer and reads no other one's weights, and X
-    otherwise. Clipping counts as update; what is one number for all layers, such as a norm, is layer 0's.
+    otherwise. Clipping counts as update; what is one number for all layers, such as a norm, is layer 0's. What
+    averages gradients over ranks is C; a message of several layers is that of the first of them.
 
     Args:
         graph: Its nodes know their phases.
@@ -61,6 +62,9 @@ def tasks_of(
     layers = _layers(names, nodes, owner)
     weights = {node: layers[names[index]] for node, index in owner.items()}
     given = {node: {layers[names[index]] for index in of} for node, of in (gradients or {}).items()}
+    for node in nodes:
+        if (sent := gradient_of(node)) is not None:
+            given[node] = {layers[names[sent]]}
     serves = _served_layers(nodes, weights, given)
     weights = dict(weights)
     places: dict[Node, Place] = {}
@@ -77,6 +81,9 @@ def tasks_of(
             places[node] = Place(Kind.F, max([*reads, *before], default=0))
         elif phase == "backward":
             places[node] = _backward_place(reads, serves[node])
+        elif phase == "communication":
+            carried = [places[n].layer for n in used if n in places and places[n].kind is Kind.C]
+            places[node] = Place(Kind.C, min([*given.get(node, ()), *carried], default=0))
         else:
             places[node] = Place(Kind.U, min(serves[node]) if len(serves[node]) == 1 else 0)
     return StepTasks(places, tuple(layers))
@@ -117,7 +124,10 @@ def _served_layers(
     serves: dict[Node, set[int]] = {node: set(gradients.get(node, ())) for node in nodes}
     for node in reversed(nodes):
         serves[node] |= {weights[target] for n in changed_by(node) if (target := root(n)) in weights}
-        ends_here = phase_of(node) in ("gradients", "update") and _is_one_number(node)
+        phase = phase_of(node)
+        if phase == "communication" and node not in gradients:
+            continue  # a message has gradients of several layers, known apart where they are put into it
+        ends_here = phase in ("gradients", "update") and _is_one_number(node)
         for used in node.all_input_nodes:
             if not ends_here or _is_one_number(used):
                 serves[used] |= serves[node]

@@ -77,6 +77,11 @@ def describe_parameters(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, 
     return facts
 
 
+def describe_layouts(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Return strides of parameters as facts: for messages that carry gradients in the order of memory."""
+    return {f"layout of parameter {name}": f"with strides {p.stride()}" for name, p in named}
+
+
 def describe_buffers(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Return shape and type of buffers as facts."""
     return {f"buffer {name}": f"of shape {tuple(buffer.shape)} and {buffer.dtype}" for name, buffer in named}

@@ -15,13 +15,13 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
     """Move each operation of the update to the first place where its inputs exist.
 
     A gradient's memory is then freed while backward goes on. An operation that changes a tensor stays after everything
-    that reads the tensor as it was, and all of them after forward, which a batch may make fail: nothing has changed
-    then.
+    that reads the tensor as it was, and all of them after forward, which a batch may make fail, and after all messages
+    of other ranks, which may be lost: nothing has changed then.
     """
     nodes = list(graph.graph.nodes)
     update = {node for node in nodes if node.op == "call_function" and phase_of(node) == "update"}
     place = {node: index for index, node in enumerate(nodes)}
-    forward_end = max((place[node] for node in nodes if phase_of(node) == "forward"), default=0)
+    may_fail_until = max((place[node] for node in nodes if phase_of(node) in ("forward", "communication")), default=0)
     # By memory and not by node, because views of a tensor are nodes of their own: the last place where it is read or
     # written by operations that stay, and by updates in the places that they are moved to.
     read_until: dict[int, int] = {}
@@ -36,7 +36,7 @@ def updates_at_their_gradients(graph: GraphModule) -> None:
             written.update(dict.fromkeys(changed, place[node]))
             continue
         when = max((earliest.get(n, place[n]) for n in node.all_input_nodes), default=place[node])
-        when = max([when, forward_end, *(written.get(memory, 0) for memory in memories)])
+        when = max([when, may_fail_until, *(written.get(memory, 0) for memory in memories)])
         for memory in changed:
             when = max(when, read_until.get(memory, 0), used_by_updates.get(memory, 0))
         written.update(dict.fromkeys(changed, when))

@@ -22,6 +22,8 @@ from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
 from gradweave._runtime.optimizer_steps.hooks import StepHooks
 from gradweave._runtime.peers.groups import common_name, end_group, new_group
 from gradweave._runtime.peers.lockstep import Changes
+from gradweave._runtime.peers.replica_messages import naming_lost_peers
+from gradweave._runtime.peers.replica_state import BufferBroadcast, ReplicaCheck, broadcast_state
 from gradweave._runtime.peers.same_on_ranks import (
     describe_buffers,
     describe_optimizer,
@@ -35,10 +37,8 @@ from gradweave.errors import ArgumentError, GradweaveError, LostPeerError
 from gradweave.parallel.data_parallel.autotune import STOCK, Arrangement, State, Tuner
 from gradweave.parallel.data_parallel.checks import check, refuse_averager
 from gradweave.parallel.data_parallel.deferred_updates import AveragedUpdates
-from gradweave.parallel.data_parallel.failures import naming_lost_peers
 from gradweave.parallel.data_parallel.layers import Layer, UseOrder
 from gradweave.parallel.data_parallel.reducer import Reducer
-from gradweave.parallel.data_parallel.replicas import BufferBroadcast, ReplicaCheck, broadcast_state
 from gradweave.parallel.data_parallel.reverse_first_k import HeldBack, calls_by_layer
 from gradweave.parallel.data_parallel.step_costs import StepWatch
 
@@ -148,7 +148,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
             self._group = process_group or own_group()
             if buffers:
                 self._buffer_broadcast = BufferBroadcast(self.module, process_group or own_group())
-            self._replica_check = ReplicaCheck(self.module, self._optimizer, self._group)
+            self._replica_check = ReplicaCheck(self.module, self._optimizer, self._group, technique="DataParallel")
         attached.callback(self._stop)
         attached.callback(self._optimizer.register_step_post_hook(self._step_taken).remove)
         attached.callback(StepHooks(self._optimizer, self._before_step, self._after_step).remove)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradweave._runtime.ab_trial import ABTrial, DeviceClock, TrialRules
 from gradweave._runtime.peers.link import measure_all_reduce
-from gradweave.parallel.data_parallel.failures import naming_lost_peers
+from gradweave._runtime.peers.replica_messages import naming_lost_peers
 from gradweave.parallel.data_parallel.layers import Layer
 from gradweave.parallel.data_parallel.step_costs import StepWatch
 from gradweave.schedule.builders import data_parallel

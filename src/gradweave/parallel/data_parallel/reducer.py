@@ -20,8 +20,8 @@ from gradweave._runtime.deferred.pending_gradient import (
     make_gradient_pending,
     make_gradient_plain,
 )
+from gradweave._runtime.peers.replica_messages import naming_lost_peers
 from gradweave.errors import GradweaveError, LostPeerError
-from gradweave.parallel.data_parallel.failures import naming_lost_peers
 
 
 class Message:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave._runtime.peers.replica_messages import naming_lost_peers
 from gradweave._runtime.replicas import Replicas, is_due, settings_of
-from gradweave.parallel.data_parallel.failures import naming_lost_peers
 
 
 def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -62,16 +62,17 @@ class ReplicaCheck:
         model: The model that has the weights.
         optimizer: The optimizer that takes the steps.
         group: The ranks that train together.
+        technique: What trains, as its user calls it.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup, *, technique: str) -> None:
         self._steps = 0
         self._rounds = 0
         self._wants_hashes, self._has_hashes = True, False
         self._replicas = Replicas(
             lambda: [(name, p) for name, p in model.named_parameters() if p.requires_grad],
             group,
-            of="DataParallel",
+            of=technique,
             facts=lambda: settings_of(optimizer),
         )
 

@@ -1,4 +1,4 @@
-"""The error of ranks that can no longer train together."""
+"""Messages between replicas: the error of ranks that can no longer train together."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradweave.parallel.data_parallel.replicas import BufferBroadcast
+from gradweave._runtime.peers.replica_state import BufferBroadcast
 
 
 def broadcasts_buffers():

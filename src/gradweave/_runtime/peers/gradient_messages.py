@@ -1,0 +1,83 @@
+"""Messages of gradients between replicas, averaged all at once: what a step sends that is not one graph.
+
+A message is one flat tensor of some parameters' gradients, each in the order of its memory, and a flag for each that
+says whether a rank has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradweave._runtime.peers.replica_messages import naming_lost_peers
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as a flat one, in the order of its memory: a view, unless there are gaps."""
+    order = _dimensions_by_stride(tensor)
+    return tensor.reshape(-1) if order is None else tensor.permute(order).view(-1)
+
+
+def laid_out_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a view of a flat tensor that :func:`in_memory_order` has made of a tensor like another one."""
+    order = _dimensions_by_stride(like)
+    if order is None:
+        return flat.view(like.shape)
+    place = [order.index(dimension) for dimension in range(like.dim())]
+    return flat.view([like.shape[dimension] for dimension in order]).permute(place)
+
+
+def _dimensions_by_stride(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions in the order in which a dense tensor lies in memory; None if there are gaps."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dimension: (-strides[dimension], dimension))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+class GradientMessages:
+    """Averages over ranks of the gradients of parameters, with the results of DistributedDataParallel.
+
+    Args:
+        messages: Parameters of each message, in the order of sending, alike in dtype and device; the same on all ranks.
+        group: The ranks.
+    """
+
+    def __init__(self, messages: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup) -> None:
+        self.messages = tuple(map(tuple, messages))
+        self._group = group
+        self._share = 1.0 / dist.get_world_size(group)
+
+    def average(self) -> list[nn.Parameter]:
+        """Put averages in the place of all gradients, and return the parameters that no rank has a gradient of.
+
+        A gradient that this rank lacks, and another one has, counts as zero; one that no rank has stays None.
+        """
+        with torch.no_grad(), naming_lost_peers("gradients could not be averaged"):
+            wires = [self._wire(params) for params in self.messages]
+            works = [dist.all_reduce(wire, group=self._group, async_op=True) for wire in wires]
+            unused = []
+            for params, wire, work in zip(self.messages, wires, works, strict=True):
+                work.wait()
+                *pieces, flags = wire.split([*(p.numel() for p in params), len(params)])
+                for p, piece, count in zip(params, pieces, flags.tolist(), strict=True):
+                    if count == 0:
+                        p.grad = None
+                        unused.append(p)
+                    elif p.grad is None:
+                        p.grad = laid_out_like(piece, p).clone()
+                    else:
+                        p.grad.copy_(laid_out_like(piece, p))
+            return unused
+
+    def _wire(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
+        first = params[0]
+        wire = first.new_zeros(sum(p.numel() for p in params) + len(params))
+        *pieces, flags = wire.split([*(p.numel() for p in params), len(params)])
+        for place, (p, piece) in enumerate(zip(params, pieces, strict=True)):
+            if p.grad is not None:
+                torch.mul(p.grad, self._share, out=laid_out_like(piece, p))
+                flags[place] = 1
+        return wire
