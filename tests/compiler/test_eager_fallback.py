@@ -1,8 +1,6 @@
 """What cannot be one graph runs eagerly, or operation by operation: stock's result, once, with one warning."""
 
-import logging
 import re
-import warnings
 from collections import deque
 
 import pytest
@@ -148,7 +146,7 @@ def test_what_is_hard_to_trace_is_trained_bit_for_bit(name, warned):
 
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["experts", "sparse", "permutation", "LSTM"])
+@pytest.mark.parametrize("name", ["experts", "sparse", "permutation"])
 def test_what_inductor_cannot_compile_is_trained_all_the_same(name, warned):
     make_model, objective, shape = HARD[name]
     generator = torch.Generator().manual_seed(1)
@@ -156,29 +154,6 @@ def test_what_inductor_cannot_compile_is_trained_all_the_same(name, warned):
     made, expected, _ = both(make_model, objective, data, "inductor")
     torch.testing.assert_close(made[2], expected[2], rtol=1e-5, atol=1e-7)
     assert len(warned()) <= 1
-
-
-LOGGER = logging.getLogger("a model")
-
-
-class Talking(nn.Module):
-    """Tells its user something in every forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(48, 5)
-
-    def forward(self, x):
-        LOGGER.warning("is called")
-        warnings.warn("is called", stacklevel=1)
-        return self.inner(x)
-
-
-@pytest.mark.filterwarnings("ignore:is called")
-def test_what_a_model_logs_does_not_keep_it_from_being_compiled():
-    made, expected, step = both(Talking, loss_fn, list(batches(4)))
-    assert_identical(made, expected)
-    assert step.eager_reason is None
 
 
 class Counting(nn.Module):
@@ -269,8 +244,7 @@ class Branches(nn.Module):
 def test_what_cannot_be_one_graph_runs_eagerly_and_is_named_with_file_and_line(kind, warned):
     def with_item(model, x, y):
         loss = loss_fn(model, x, y)
-        print(loss.item())
-        return loss
+        return 2 * loss if loss.item() < 0 else loss
 
     def run(lower):
         torch.manual_seed(0)

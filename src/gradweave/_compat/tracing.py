@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradweave._logging import announce
-from gradweave.errors import ArgumentError
+from gradweave.errors import ArgumentError, GradweaveError
 
 
 def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> Callable[..., torch.fx.GraphModule]:
@@ -32,11 +32,73 @@ def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> C
     def trace(*args: Any) -> torch.fx.GraphModule:
         with preserve_node_meta():
             if as_eager:
-                return make_fx(_keeping_casts(function))(*args)
-            with enable_python_dispatcher():
+                return _as_in_training(make_fx(_keeping_casts(function))(*args))
+            with enable_python_dispatcher(), _recurrent_layers_step_by_step():
                 return make_fx(function)(*args)
 
     return trace
+
+
+def _as_in_training(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Have recorded operations that look at autograd's mode run as in a forward that is differentiated.
+
+    oneDNN's LSTM, which is the CPU's, keeps what its backward needs only where gradients are on: not in a replay.
+    """
+    target = torch.ops.aten.mkldnn_rnn_layer.default
+    nodes = graph.graph.find_nodes(op="call_function", target=target)
+    for node in nodes:
+        node.target = _lstm_in_training
+    if nodes:
+        graph.recompile()
+    return graph
+
+
+def _lstm_in_training(*args: Any) -> Any:
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():  # the mode, but nothing that autograd records
+        return torch.ops.aten.mkldnn_rnn_layer.default(*args)
+
+
+class LongSequenceError(GradweaveError):
+    """A recurrent layer over so long a sequence that a graph of its single steps takes too long to compile."""
+
+
+_MOST_CELLS = 128
+"""Steps of recurrent layers in one graph; Inductor takes nearly a second for each on a slow CPU."""
+
+
+@contextmanager
+def _recurrent_layers_step_by_step() -> Iterator[None]:
+    """Return a context in which torch's decompositions of recurrent layers are ATen operations on any device.
+
+    On a CPU that of an LSTM would be oneDNN's if the batch requires no gradient, as if there was nothing to train;
+    Inductor has no kernel for that in a graph with its backward.
+
+    On a GPU cuDNN's layers are operations of a replay only: the decompositions choose by device nothing but oneDNN.
+    ``flatten_parameters`` has made the weights views of one buffer there, which do not overlap. A graph writes them in
+    place, so they stay that.
+    """
+    from torch._decomp import decompositions
+
+    select = decompositions.select_one_layer_lstm_function
+    run: Callable[..., Any] = decompositions._rnn_helper
+
+    def run_short(batch: Any, hidden: Any, params: Any, has_biases: bool, layers: int, *options: Any) -> Any:
+        *_, bidirectional, batch_first, layer_function = options
+        sizes = getattr(layer_function, "keywords", {}).get("batch_sizes")  # of packed sequences
+        steps = len(sizes) if sizes is not None else batch.shape[1 if batch_first else 0]
+        cells = steps * layers * (2 if bidirectional else 1)
+        if cells > _MOST_CELLS:
+            raise LongSequenceError(
+                f"{cells} steps of a recurrent layer in one graph, more than {_MOST_CELLS}, would take long to compile"
+            )
+        return run(batch, hidden, params, has_biases, layers, *options)
+
+    decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
+    decompositions._rnn_helper = run_short
+    try:
+        yield
+    finally:
+        decompositions.select_one_layer_lstm_function, decompositions._rnn_helper = select, run
 
 
 def _keeping_casts(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,7 +308,7 @@ def rematerialize(
     if hasattr(config, "force_non_lazy_backward_lowering"):
         settings["force_non_lazy_backward_lowering"] = True
     target: Any = forward if decompose else _AsEager(forward)
-    with config.patch(settings):
+    with config.patch(settings), _recurrent_layers_step_by_step():
         split: Callable[..., Any] = aot_module_simplified(
             target,
             inputs,
@@ -406,7 +468,10 @@ def dynamo_compile(
             "skip_nnmodule_hook_guards": False,
             "use_numpy_random_stream": True,
             "enable_dynamo_decompositions": not exact,
-            "ignore_logging_functions": _logging_functions(),
+            "ignore_logging_functions": _silent_functions(),
+            # Refused otherwise, as forwards whose graph grows with their sequences. What they call is traced here like
+            # anything else, and a step whose trace fails runs eagerly.
+            "allow_rnn": True,
         }
     )
 
@@ -434,16 +499,18 @@ def _overflows(effects: Any) -> bool:
     return False
 
 
-_LOGGING_METHODS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+_LOGGING_METHODS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "log")
 
 
-def _logging_functions() -> set[Any]:
+def _silent_functions() -> set[Any]:
     """Return functions that only tell the user something: a graph leaves them out, instead of being refused.
 
-    Libraries add methods of their own to loggers, such as ``warning_once``; only some methods return a value.
+    Libraries add methods of their own to loggers, such as ``warning_once``. Methods that return a value, on which a
+    forward may branch, are not among them.
     """
     own = {vars(logging.Logger).get(name + form) for name in _LOGGING_METHODS for form in ("", "_once", "_advice")}
-    return {*own, warnings.warn} - {None}
+    of_module = {getattr(logging, name, None) for name in _LOGGING_METHODS}
+    return {*own, *of_module, warnings.warn, warnings.warn_explicit, print} - {None}
 
 
 def compile_lock() -> AbstractContextManager[Any]:
