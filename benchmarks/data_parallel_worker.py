@@ -103,30 +103,40 @@ class Variant:
 
     def __init__(self, model: str, seconds: float, way: str, options: dict[str, Any]) -> None:
         plain, self.loss = make(model, seconds)
-        self.optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9)
+        self.optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9, fused=way.endswith("fused"))
         self.model: nn.Module = plain
+        self.step: Callable[[], torch.Tensor] = self.take_step
         if way.startswith("ddp"):
             self.model = wrapped = DistributedDataParallel(plain, **options)
+            if way.startswith("ddp_compiled"):
+                self.loss = torch.compile(self.loss)
             if way == "ddp_bf16":
                 # torch's own hook, behind a name for which DDP does not insist on NCCL.
                 wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         elif way.startswith("ours"):
             reduced = torch.bfloat16 if way == "ours_bf16" else None
             self.model = DataParallel(plain, self.optimizer, reduce_dtype=reduced, **options)
+        elif way.startswith("compile"):
+            self.step = gradweave.compile(plain, self.loss, self.optimizer, mesh=dist.group.WORLD, **options)
 
     def steps(self, count: int) -> tuple[float, float]:
         """Seconds of a step from beginning to beginning, and the last loss."""
         begins, loss = [], torch.zeros(())
         for _ in range(count + LEADING_STEPS + 1):
             begins.append(time.perf_counter())
-            loss = self.loss(self.model)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            loss = self.step()
         if isinstance(self.model, DataParallel):
             self.model.flush()
         spent = begins[-1] - begins[LEADING_STEPS]
         return spent / count, float(loss.detach())
+
+    def take_step(self) -> torch.Tensor:
+        """Take a step as one writes it."""
+        loss: torch.Tensor = self.loss(self.model)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
 
 
 def predict(model: str, seconds: float, megabits: float, bucket_bytes: int, default_bytes: int) -> dict[str, Any]:
@@ -194,6 +204,8 @@ def serve() -> None:
             answer = {"seconds": spent, "loss": loss}
             if isinstance(variant.model, DataParallel):
                 answer |= {"explained": variant.model.explain(), "k": variant.model.k}
+            elif isinstance(variant.step, gradweave.compiler.Step):
+                answer["explained"] = variant.step.explain()
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -3,6 +3,11 @@
 A function above a test runs on every rank, and returns what its test looks at.
 """
 
+import copy
+import logging
+import os
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +17,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gradweave
+from gradweave import _logging
+from gradweave.compiler import replica_group
 from parallel.data_parallel.models import batch, make, optimizer_of
 from worlds import World
 
@@ -154,3 +161,241 @@ def test_a_loss_scale_is_the_same_on_all_ranks(two):
 
 def test_compiled_steps_are_those_of_ddp_to_rounding(two):
     assert_same(two.run(both, kind="mlp", optimizer="sgd", lower="inductor", clip=0.5), tolerance=1e-5)
+
+
+def several_messages(**options):
+    """Send each layer by itself."""
+    before, replica_group.MESSAGE_BYTES = replica_group.MESSAGE_BYTES, 1
+    try:
+        return both(**options)
+    finally:
+        replica_group.MESSAGE_BYTES = before
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_messages_of_single_layers_carry_the_same(two, lower):
+    results = two.run(several_messages, kind="mlp", optimizer="sgd", lower=lower, accumulate=2)
+    assert_same(results, tolerance=None if lower == "replay" else 1e-5)
+    assert "2 ranks average 5 message(s)" in results[0][1]["explain"]
+
+
+def freezes(step, model):
+    """Freeze a layer, and later thaw it; return whether DistributedDataParallel has to be made anew."""
+    if step in (2, 4):
+        model[0].requires_grad_(step == 4)
+    return step in (2, 4)
+
+
+def test_layers_are_frozen_and_thawed(two):
+    assert_same(two.run(both, kind="mlp", optimizer="sgd", steps=7, change=freezes))
+
+
+class Branches(nn.Module):
+    """Two layers, of which a batch says which are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def forward(self, x, which):
+        x = self.first(x)
+        return self.second(x) if which else x
+
+
+def branches(*, way, used):
+    """Train a layer that is used by some ranks in some steps; ``used`` has the steps of each rank."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Branches()
+    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def loss_of(model, x, which):
+        return model(x, which).square().mean()
+
+    if way == "ddp":
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        step_of = gradweave.compile(model, loss_of, opt, mesh=dist.group.WORLD, lower="replay")
+    for number, which in enumerate(used[rank]):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+        if way == "ddp":
+            loss_of(wrapped, x, which).backward()
+            opt.step()
+            opt.zero_grad()
+        else:
+            step_of(x, which)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        [[1, 1, 1, 0, 1, 0], [1, 1, 0, 1, 1, 0]],  # some steps by one rank, some by none
+        [[1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]],  # not by the second rank at first
+        [[0, 0, 1, 1, 0, 1], [0, 0, 1, 1, 1, 1]],  # by none at first
+    ],
+)
+def test_layers_that_some_ranks_use_in_some_steps(two, used):
+    expected, made = (two.run(branches, way=way, used=used) for way in ("ddp", "ours"))
+    for rank in range(2):
+        for one, other in zip(made[rank], expected[rank], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def shapes(*, way, sizes):
+    """Train on batches of other sizes on each rank."""
+    rank, model = dist.get_rank(), make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    if way == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        step_of = gradweave.compile(
+            model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay", new_shapes="eager", variants=2
+        )
+    for number, size in enumerate(sizes[rank]):
+        x, y = batch("mlp", number, rank)
+        if way == "ddp":
+            loss_fn(wrapped, x[:size], y[:size]).backward()
+            opt.step()
+            opt.zero_grad()
+        else:
+            step_of(x[:size], y[:size])
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_rank_may_step_eagerly_while_another_has_a_graph(two):
+    sizes = [[6, 6, 6, 4, 6, 3], [6, 6, 5, 6, 6, 6]]
+    expected, made = (two.run(shapes, way=way, sizes=sizes) for way in ("ddp", "ours"))
+    for rank in range(2):
+        assert all(torch.equal(one, other) for one, other in zip(made[rank], expected[rank], strict=True))
+
+
+def resumes():
+    """Train five steps, in one go and with a checkpoint after two."""
+    rank = dist.get_rank()
+
+    def start(saved=None):
+        model = make("conv")
+        opt = optimizer_of(model.parameters(), "adamw")
+        if saved is not None:
+            model.load_state_dict(saved[0])
+            opt.load_state_dict(saved[1])
+        return model, opt, gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay")
+
+    model, opt, step_of = start()
+    saved = None
+    for number in range(5):
+        if number == 2:
+            saved = copy.deepcopy((model.state_dict(), opt.state_dict()))
+        step_of(*batch("conv", number, rank))
+    again, _, step_of = start(saved)
+    for number in range(2, 5):
+        step_of(*batch("conv", number, rank))
+    return [
+        list(model.state_dict()),
+        [torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True)],
+    ]
+
+
+def test_a_checkpoint_has_plain_names_and_training_goes_on_from_it_bit_for_bit(two):
+    for names, equal in two.run(resumes).values():
+        assert names == list(make("conv").state_dict())
+        assert all(equal)
+
+
+def refused(**options):
+    """Return the error of compiling with other options on the second rank."""
+    model = make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    options = options if dist.get_rank() else {}
+    try:
+        gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, **options)
+    except gradweave.GradweaveError as error:
+        return str(error)
+    return "none"
+
+
+def test_options_that_differ_are_refused_on_all_ranks(two):
+    assert all("the options" in error for error in two.run(refused, max_grad_norm=1.0).values())
+    errors = two.run(refused, lower="nothing")
+    assert "lower='nothing'" in errors[1]
+    assert "rank 1 refuses, and so do all" in errors[0]
+
+
+def meshes():
+    """Return what meshes of this rank give, or their error."""
+    line = init_device_mesh("cpu", (2,))
+    grid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("stage", "data"))
+    said = []
+    for mesh in (line, grid["data"], grid["stage"], grid, "data"):
+        model = make("mlp")
+        opt = optimizer_of(model.parameters(), "sgd")
+        try:
+            said.append(gradweave.compile(model, loss_fn, opt, mesh=mesh).explain())
+        except gradweave.GradweaveError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_mesh_has_one_dimension(two):
+    for line, data, stage, grid, text in two.run(meshes).values():
+        assert "2 ranks average" in line
+        assert "2 ranks average" in data
+        assert "average" not in stage
+        assert "give a mesh of one dimension" in grid
+        assert "give a DeviceMesh" in text
+
+
+def trains_apart():
+    """Return the warnings of compiling without a mesh."""
+    _logging._log_once.cache_clear()
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage()) if record.levelname == "WARNING" else None
+    logging.getLogger("gradweave").addHandler(handler)
+    try:
+        model = make("mlp")
+        gradweave.compile(model, loss_fn, optimizer_of(model.parameters(), "sgd"))
+    finally:
+        logging.getLogger("gradweave").removeHandler(handler)
+    return heard
+
+
+def test_ranks_without_a_mesh_are_told_that_they_train_apart(two):
+    heard = two.run(trains_apart)
+    (said,) = heard[0]
+    assert "give mesh=" in said
+    assert heard[1] == []  # the first rank speaks for all
+
+
+def dies(*, at):
+    """Let the second rank end in a step; return the first one's error, how long it took, and whether weights stayed."""
+    rank, model = dist.get_rank(), make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay")
+    for number in range(at):
+        step_of(*batch("mlp", number, rank))
+    if rank:
+        os._exit(0)
+    before = [p.detach().clone() for p in model.parameters()]
+    began = time.monotonic()
+    try:
+        step_of(*batch("mlp", at, rank))
+    except gradweave.GradweaveError as error:
+        whole = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        return type(error).__name__, str(error), time.monotonic() - began, whole
+    return "none", "", 0.0, True
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_lost_rank_is_an_error_and_leaves_weights_whole(tmp_path, at):
+    world = World(tmp_path, 2, 1)
+    try:
+        world.ask(dies, range(2), at=at)
+        kind, message, seconds, whole = world.answers([0])[0]
+    finally:
+        world.close()
+    assert kind == "LostPeerError"
+    assert "a rank is lost, or has run out of batches" in message
+    assert seconds < 30
+    assert whole

@@ -135,7 +135,7 @@ class ReplicaGroup:
             known = {id(p): number for number, p in enumerate(self._model.parameters())}
             self._agree("which parameters are trained has changed", [known.get(id(p), -1) for p in trained])
         self._trained = trained
-        self._knows_unused = False  # the next step tells anew: until then a gradient of each may come
+        self._knows_unused = False  # until the next step has told, a gradient of each may come
         self._unused = set()
         self._make_messages()
 

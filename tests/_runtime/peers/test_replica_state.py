@@ -1,10 +1,20 @@
 """Replicas that hold the same on all ranks."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from gradweave._runtime.peers.replica_state import BufferBroadcast
+from worlds import World
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two ranks."""
+    world = World(tmp_path_factory.mktemp("two"), 2, 1)
+    yield world
+    world.close()
 
 
 def broadcasts_buffers():

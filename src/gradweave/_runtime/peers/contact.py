@@ -18,6 +18,10 @@ from gradweave.errors import LostPeerError
 
 _MESSENGERS = ("torch.distributed", "gradweave")
 """Packages whose code sends messages: an error of a user's hook has the hook's module innermost in its traceback."""
+_OPERATORS = "torch._ops"
+"""Whose code calls the operations of a graph: those that send messages, and the user's own."""
+_TRANSPORT_WORDS = ("/gloo/", "gloo connect", "nccl")
+"""Of the libraries that carry messages, which no other operation speaks of."""
 _OTHER_TYPES = (torch.OutOfMemoryError, torch.AcceleratorError, NotImplementedError, RecursionError)
 _CONTACT_WORDS = (
     "/gloo/",
@@ -44,7 +48,12 @@ def is_lost_contact(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, _OTHER_TYPES):
         return False
     words = str(error).lower()
-    if any(word in words for word in _DEVICE_WORDS) or not _is_messenger(_raised_in(error)):
+    if any(word in words for word in _DEVICE_WORDS):
+        return False
+    place = _raised_in(error)
+    if place == _OPERATORS:
+        return any(word in words for word in _TRANSPORT_WORDS)
+    if not _is_messenger(place):
         return False
     return isinstance(error, dist.DistError) or any(word in words for word in _CONTACT_WORDS)
 
