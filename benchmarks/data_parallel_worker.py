@@ -16,6 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import gradweave
+import gradweave.compiler
 from gradweave._runtime.peers.link import measure_all_reduce
 from gradweave._runtime.split_calls.queue import WeightGradientQueue
 from gradweave.compare.models import GPT, ResNet18
@@ -110,7 +112,7 @@ class Variant:
             self.model = wrapped = DistributedDataParallel(plain, **options)
             if way.startswith("ddp_compiled"):
                 self.loss = torch.compile(self.loss)
-            if way == "ddp_bf16":
+            if "bf16" in way:
                 # torch's own hook, behind a name for which DDP does not insist on NCCL.
                 wrapped.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         elif way.startswith("ours"):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import gradweave
-from gradweave import _logging
+from gradweave import _logging, optim
 from gradweave.compiler import replica_group
 from parallel.data_parallel.models import batch, make, optimizer_of
 from worlds import World
@@ -399,3 +399,37 @@ def test_a_lost_rank_is_an_error_and_leaves_weights_whole(tmp_path, at):
     assert "a rank is lost, or has run out of batches" in message
     assert seconds < 30
     assert whole
+
+
+def with_eva(*, way, optimizer, lower="replay"):
+    """Train with an optimizer that averages vectors over ranks, too."""
+    rank, model = dist.get_rank(), make("mlp")
+    opt = getattr(optim, optimizer)(model, lr=0.02, foreach=False)
+    if way == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower=lower)
+    for number in range(6):
+        x, y = batch("mlp", number, rank)
+        if way == "ddp":
+            loss_fn(wrapped, x, y).backward()
+            opt.step()
+            opt.zero_grad()
+        else:
+            step_of(x, y)
+    explained = "" if way == "ddp" else f"{step_of.eager_reason} {step_of.explain()}"
+    return [p.detach().clone() for p in model.parameters()], explained
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "lower"), [("Eva", "replay"), ("EvaF", "replay"), ("EvaS", "replay"), ("EvaF", "inductor")]
+)
+def test_vectors_of_eva_are_averaged_in_the_graph(two, optimizer, lower):
+    expected = two.run(with_eva, way="ddp", optimizer=optimizer)
+    made = two.run(with_eva, way="ours", optimizer=optimizer, lower=lower)
+    tolerance = 0.0 if lower == "replay" else 1e-4
+    for rank in range(2):
+        assert made[rank][1].startswith("None ")
+        assert "1 graph(s)" in made[rank][1]
+        for one, other in zip(made[rank][0], expected[rank][0], strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

@@ -202,6 +202,8 @@ class Step(AccumulatingAttachment):
         claim_model(model, Technique.COMPILE, self, self._claims)
         claim_optimizer(optimizer, Technique.COMPILE, self, self._claims)
         # Runs once: in detach(), or when the step is dropped without it.
+        if options.replicas is not None:
+            self._claims.callback(options.replicas.close)
         self._let_go = weakref.finalize(self, _let_go, captured, self._forget, self._claims)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:

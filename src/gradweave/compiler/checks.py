@@ -19,7 +19,6 @@ from gradweave._compat.optimizers import step_pre_hooks
 from gradweave._logging import announce
 from gradweave._runtime.claims import Technique
 from gradweave._runtime.composition import refuse_conflicts
-from gradweave._runtime.lendable_ranks import lendable_ranks
 from gradweave._runtime.requirements import (
     refuse_sharded,
     refuse_wrapped,
@@ -127,12 +126,6 @@ def check_replica(model: nn.Module, optimizer: Optimizer) -> None:
     params = list(model.parameters())
     require_shapes(params)
     require_one_device([*params, *(p for group in optimizer.param_groups for p in group["params"])])
-    if lendable_ranks(optimizer) is not None:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} with mesh=",
-            "its statistics would have to be averaged inside of the graph, too",
-            "use DistributedDataParallel, or another optimizer",
-        )
 
 
 def announce_unaveraged() -> None:

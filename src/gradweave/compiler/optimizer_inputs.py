@@ -21,6 +21,8 @@ from gradweave.step_graph.errors import NoStateError, NotOneGraphError
 
 PLAIN_FORM = {"foreach": False, "fused": False}
 """The form of an update that is traced, one tensor at a time: fusing them is the compiler's work."""
+_CONSTANTS = frozenset({"ns_coefficients"})
+"""Hyperparameters that are part of a graph: Muon's are factors of matrix products, which take Python numbers only."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ class OptimizerInputs:
             for key, value in group.items():
                 if key == "params":
                     continue
-                if _is_number(value):
+                if key in _CONSTANTS:
+                    constants.append((number, key, _snapshot_or_self(value)))
+                elif _is_number(value):
                     self.number_slots.append(NumberSlot(number, key))
                 elif isinstance(value, (tuple, list)) and value and all(map(_is_number, value)):
                     self.number_slots += [NumberSlot(number, key, position) for position in range(len(value))]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from gradweave._compat.distributed import name_of_group
 from gradweave._runtime.buckets import message_params
+from gradweave._runtime.lendable_ranks import lendable_ranks
 from gradweave._runtime.peers.gradient_messages import GradientMessages
 from gradweave._runtime.peers.groups import common_name
 from gradweave._runtime.peers.lockstep import Changes
@@ -75,6 +76,15 @@ class ReplicaGroup:
         self._buffers_are_due = True
         self._messages = GradientMessages((), group)
         broadcast_state(model, group)
+        self._lent = lendable_ranks(optimizer)
+        if self._lent is not None:
+            self._lent.lend(group, lender=_TECHNIQUE)
+
+    def close(self) -> None:
+        """Take back from the optimizer what it was lent."""
+        if self._lent is not None:
+            self._lent.take_back()
+            self._lent = None
 
     @property
     def messages(self) -> tuple[tuple[nn.Parameter, ...], ...]:

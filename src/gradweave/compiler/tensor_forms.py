@@ -92,8 +92,10 @@ def _clamp(x: Any, low: Any, high: Any) -> Any:
 
 
 def _extreme(which: Callable[..., Any], a: Any, b: Any) -> Any:
-    like = a if isinstance(a, torch.Tensor) else b
-    a, b = (torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in (a, b))
+    """Return the larger or smaller of a tensor and a number, or of two tensors; they may be traced."""
+    number, tensor = (a, b) if isinstance(a, (int, float)) else (b, a)
+    if isinstance(number, (int, float)):
+        return (torch.clamp_min if which is torch.maximum else torch.clamp_max)(tensor, number)
     return which(a, b)
 
 

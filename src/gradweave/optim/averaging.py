@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from gradweave._compat.distributed import active_ddp, joins_uneven_inputs
+from gradweave._compat.distributed import active_ddp, finish_sum, joins_uneven_inputs, name_of_group, start_sum
+from gradweave._compat.tracing import is_traced_to_operations
 from gradweave._runtime.claims import pipeline_part
 from gradweave._runtime.replicas import ReplicaError, Replicas, settings_of
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
+from gradweave.step_graph.nodes import phase
 
 DEFAULT = "default"
 """The ranks that average gradients, as far as they are known: DistributedDataParallel's, or else all."""
@@ -196,10 +198,15 @@ def average_records(records: list[torch.Tensor], group: dist.ProcessGroup) -> No
     """
     if not records or dist.get_world_size(group) == 1:
         return
-    flat = torch.cat([record.flatten() for record in records])
-    dist.all_reduce(flat, group=group)
-    flat /= dist.get_world_size(group)
-    for record, part in zip(records, flat.split([record.numel() for record in records]), strict=True):
+    sizes = [record.numel() for record in records]
+    with phase("communication"):  # in the graph of a step that is traced
+        flat = torch.cat([record.flatten() for record in records])
+        if is_traced_to_operations():
+            flat = finish_sum(start_sum(flat, name_of_group(group)))
+        else:
+            dist.all_reduce(flat, group=group)
+        parts = (flat / dist.get_world_size(group)).split(sizes)
+    for record, part in zip(records, parts, strict=True):
         record.copy_(part.view(record.shape))
 
 

@@ -216,14 +216,14 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
         return self._capture.layers if "_capture" in vars(self) else []
 
     def _average(self, group: dist.ProcessGroup) -> None:
-        if is_claimed(self, Technique.COMPILE) or is_traced_to_operations():
+        is_lent = self.ranks is None or self.ranks.lender is not None
+        if not is_lent and (is_claimed(self, Technique.COMPILE) or is_traced_to_operations()):
             raise GradweaveError(
-                f"{type(self).__name__} averages vectors over ranks, which compile() does not; train without "
-                "compile(), or give process_group=None if each rank trains a model of its own"
+                f"{type(self).__name__} averages vectors over ranks, which compile() does with mesh= only; give "
+                "mesh=, or process_group=None if each rank trains a model of its own"
             )
         params = [p for group in self.param_groups for p in group["params"]]
         records = [self.state[p]["record"] for p in params if "record" in self.state[p]]
-        is_lent = self.ranks is None or self.ranks.lender is not None
         # The comparison of replicas waits for the device, which a graph that is traced or captured must not.
         if not is_lent and not is_compiling() and not is_capturing(records[0].device):
             self._replica_check.check(group, params, records, self)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from torch.fx import Graph, Node
 
 from gradweave._compat.distributed import finishes_sum, starts_sum
-from gradweave.step_graph.nodes import is_mutable, phase_of
+from gradweave.step_graph.nodes import changed_by, is_mutable, memories_of, phase_of
 
 
 def send_behind_gradients(graph: Graph) -> None:
     """Move each message to where the last of its gradients is computed; what waits for messages stays where it is.
 
-    A step is traced with all messages behind backward. The order of messages stays as it was traced: it is by the order
-    that ranks match them. Sums with the gradients of earlier micro-batches, which a message is made of, move with it.
+    A step is traced with all messages behind backward. None is moved to before a write of what it carries. Their order
+    stays as it was traced: by the order ranks match them. Sums with the gradients of earlier micro-batches, which a
+    message is made of, move with it.
 
     Args:
         graph: Of the whole step; changed.
@@ -21,11 +22,15 @@ def send_behind_gradients(graph: Graph) -> None:
     movable = _behind_no_message(nodes)
     place = {node: number for number, node in enumerate(nodes)}
     earliest: dict[Node, int] = {}
+    written: dict[int, int] = {}
     last_sent = 0
     for node in nodes:
         if node not in movable:
+            written.update(dict.fromkeys(memories_of(changed_by(node)), place[node]))
             continue
-        when = max((earliest.get(used, place[used]) for used in node.all_input_nodes), default=place[node])
+        used = node.all_input_nodes
+        after = [earliest.get(n, place[n]) for n in used] + [written.get(memory, 0) for memory in memories_of(used)]
+        when = max(after, default=place[node])
         if starts_sum(node):
             when = last_sent = max(when, last_sent)
         earliest[node] = when

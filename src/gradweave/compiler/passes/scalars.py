@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gradweave._compat.tensors import ITEM
 from gradweave._compat.tracing import is_symbolic, trace_to_graph
 from gradweave.compiler.tensor_forms import FUNCTIONS, IN_PLACE, new_value
 from gradweave.compiler.trace import TracedStep
@@ -221,11 +222,12 @@ def _main_graph(
         if node in moved or node.op == "placeholder":
             continue
         known = {used: inputs.get((node, used)) or values[used] for used in node.all_input_nodes}
-        if node.op == "call_function" and any(
-            n in moved and is_symbolic(n.meta.get("val")) for n in node.all_input_nodes
+        if node.op == "call_function" and (
+            node.target is ITEM or any(is_symbolic(n.meta.get("val")) for n in node.all_input_nodes)
         ):
             values[node] = _in_tensor_form(graph, node, known)
             values[node].meta = {**node.meta, **values[node].meta}
+            values[node].meta.pop("unbacked_bindings", None)  # of a number, which is a tensor now
         else:
             values[node] = graph.node_copy(node, known.__getitem__)
     return GraphModule(module, graph), tuple(which)
