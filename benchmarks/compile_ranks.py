@@ -2,11 +2,11 @@
 
     sudo COMMIT=... python benchmarks/compile_ranks.py --results FILE
 
-Two ranks, one core each, with real computation. For each ratio r of communication to computation, sizes of DDP's buckets
-are ranked first, as in ``data_parallel_stock.py``, for eager steps and for compiled ones. Then all take turns: eager DDP
-with a fused optimizer; the same with model and loss under ``torch.compile``; both with torch's bf16 hook, which sends
-half of the bytes; and our step, replayed and compiled, which sends float32. ``best_stock`` is the fastest of those that
-average in float32, and takes turns with itself. Computation is what our compiled step takes on a free link.
+Two ranks, one core each, with real computation. For each ratio r of communication to computation, sizes of DDP's
+buckets are ranked first, for eager steps and for compiled ones. Then all take turns: eager DDP with a fused optimizer;
+the same with model and loss under ``torch.compile``; both with torch's bf16 hook, which sends half of the bytes; our
+step, replayed and compiled, which sends float32. ``best_stock`` is the fastest of those that average in float32, and
+takes turns with itself. Computation is what our compiled step takes on a free link.
 """
 
 from __future__ import annotations
