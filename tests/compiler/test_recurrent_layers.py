@@ -112,7 +112,7 @@ def test_long_sequences_are_left_to_a_replay(monkeypatch, warned):
     assert_identical(made, expected)
     assert step.eager_reason is None
     (message,) = warned()
-    assert "8 steps of a recurrent layer" in message
+    assert "8 steps of recurrent layers" in message
 
 
 def test_modes_and_lengths_each_have_a_graph():

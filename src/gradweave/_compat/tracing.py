@@ -30,13 +30,41 @@ def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> C
     from torch.fx.traceback import preserve_node_meta
 
     def trace(*args: Any) -> torch.fx.GraphModule:
-        with preserve_node_meta():
+        with preserve_node_meta(), _choices_recorded():
             if as_eager:
                 return _as_in_training(make_fx(_keeping_casts(function))(*args))
             with enable_python_dispatcher(), _recurrent_layers_step_by_step():
                 return make_fx(function)(*args)
 
     return trace
+
+
+@contextmanager
+def _choices_recorded() -> Iterator[None]:
+    """Return a context in which Adafactor's ``min`` and ``max`` of values of tensors are operations, and no branches.
+
+    Its step takes these values out of tensors with ``item()``. Python would compare them while tracing, when nobody
+    knows them.
+    """
+    from torch.optim import _adafactor
+
+    names = vars(_adafactor)
+    names.update(min=_in_order(torch.sym_min), max=_in_order(torch.sym_max))
+    try:
+        yield
+    finally:
+        del names["min"], names["max"]
+
+
+def _in_order(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a choice whose operation has the numbers in the given order, by which Python decides where one is nan."""
+
+    def recorded(one: Any, other: Any) -> Any:
+        if isinstance(other, torch.SymFloat) and not isinstance(one, torch.SymFloat):
+            one = torch.SymFloat(other.node.wrap_float(float(one)))
+        return choose(one, other)
+
+    return recorded
 
 
 def _as_in_training(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -59,7 +87,7 @@ def _lstm_in_training(*args: Any) -> Any:
 
 
 class LongSequenceError(GradweaveError):
-    """A recurrent layer over so long a sequence that a graph of its single steps takes too long to compile."""
+    """Recurrent layers over so long a sequence that a graph of their single steps takes too long to compile."""
 
 
 _MOST_CELLS = 128
@@ -81,16 +109,16 @@ def _recurrent_layers_step_by_step() -> Iterator[None]:
 
     select = decompositions.select_one_layer_lstm_function
     run: Callable[..., Any] = decompositions._rnn_helper
+    cells = 0
 
     def run_short(batch: Any, hidden: Any, params: Any, has_biases: bool, layers: int, *options: Any) -> Any:
         *_, bidirectional, batch_first, layer_function = options
         sizes = getattr(layer_function, "keywords", {}).get("batch_sizes")  # of packed sequences
         steps = len(sizes) if sizes is not None else batch.shape[1 if batch_first else 0]
-        cells = steps * layers * (2 if bidirectional else 1)
+        nonlocal cells
+        cells += steps * layers * (2 if bidirectional else 1)
         if cells > _MOST_CELLS:
-            raise LongSequenceError(
-                f"{cells} steps of a recurrent layer in one graph, more than {_MOST_CELLS}, would take long to compile"
-            )
+            raise LongSequenceError(f"{cells} steps of recurrent layers, more than {_MOST_CELLS}, take long to compile")
         return run(batch, hidden, params, has_biases, layers, *options)
 
     decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
