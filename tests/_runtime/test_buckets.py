@@ -95,3 +95,14 @@ def test_a_bucket_has_its_parameters_in_the_order_of_the_groups_too():
     assert {index: [id(p) for p in own] for index, own in bucket.groups.items()} == {
         0: [id(params[3]), id(params[1])], 1: [id(params[0])],
     }  # fmt: skip
+
+
+def test_parameters_by_layer_are_each_in_one_place():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2)))
+    model[1][1].weight = model[0].weight
+    strange = nn.Parameter(torch.ones(1))
+    frozen = model[0].bias
+    given = [strange, *(p for p in model.parameters() if p is not frozen)]
+    layers = buckets.params_by_layer(model, given)
+    expected = [[model[0].weight], [model[1][0].weight], [model[1][1].bias], [strange]]
+    assert [[id(p) for p in layer] for layer in layers] == [[id(p) for p in layer] for layer in expected]

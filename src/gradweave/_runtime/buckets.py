@@ -19,6 +19,9 @@ CPU_BUCKET_BYTES: dict[FusionMode, int] = {"forward": 4 * 2**20, "backward": 64 
 """Least bytes of a bucket on the CPU. In forward about what a core's cache holds, so that the layer finds its new
 weights there. In backward each switch of the threads from matrix products to an update and back costs a good part of a
 millisecond, so there are few buckets."""
+MESSAGE_BYTES = 4 * 2**20
+"""Bytes at which a message of gradients is full: small enough for what is needed first not to wait for much else, large
+enough for a slow link's latency."""
 CUDA_BUCKET_BYTES = 64 * 2**20
 """Least bytes of a bucket on a GPU, for which another update is worth its launches on the host."""
 
@@ -89,6 +92,21 @@ def with_groups(optimizer: Optimizer, buckets: Iterable[Sequence[nn.Parameter]])
         if own:
             made.append(Bucket(len(made), tuple(own), groups))
     return made
+
+
+def params_by_layer(model: nn.Module, params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Return parameters by the module that has them, in the model's order; those that no module has come last, alone.
+
+    A parameter that several modules have is the first one's.
+    """
+    left = dict.fromkeys(params)
+    layers: list[list[nn.Parameter]] = []
+    for module in model.modules():
+        own = [p for p in dict.fromkeys(module.parameters(recurse=False)) if p in left]
+        for p in own:
+            del left[p]
+        layers += [own] if own else []
+    return [*layers, *([p] for p in left)]
 
 
 def message_params(layers: Sequence[Sequence[nn.Parameter]], k: int, limit: int) -> list[list[nn.Parameter]]:

@@ -52,6 +52,9 @@ _DASO, _DATA_PARALLEL, _PIPELINE, _EVA = Technique.DASO, Technique.DATA_PARALLEL
 _WORKS = Rule(Verdict.WORKS)
 _SPREAD = "is part of a Pipeline, whose ranks hold different layers"
 _CLOSE = "close() that first"
+_MESH = "give compile() the plain model and mesh=: a compiled step averages by itself"
+_REPLICAS = "give Pipeline replicas=: it averages over pipelines by itself"
+_VECTORS = "on several ranks with `mesh=`, which averages vectors, too"
 
 COMPOSITION: dict[tuple[Technique, Technique], Rule] = {
     # (what is attached already, what is attached next)
@@ -78,9 +81,9 @@ COMPOSITION: dict[tuple[Technique, Technique], Rule] = {
         Verdict.CONDITIONAL, "a compiled step keeps its own order; `compile(costs=)` reorders inside its graph"
     ),
     (_COMPILE, _DASO): _refused("is part of a compiled step", "drop that step first", on="optimizer"),
-    (_COMPILE, _DATA_PARALLEL): _refused("is part of a compiled step", "drop that step first", on="optimizer"),
+    (_COMPILE, _DATA_PARALLEL): _refused("is part of a compiled step", _MESH, on="optimizer"),
     (_COMPILE, _PIPELINE): _refused("is part of a compiled step", "drop that step first", on="model"),
-    (_COMPILE, _EVA): _WORKS,
+    (_COMPILE, _EVA): Rule(Verdict.WORKS, _VECTORS),
     (_REORDER, _FUSE): _WORKS,
     (_REORDER, _COMPILE): _refused("is reordered, and hooks are no part of a graph", on="model"),
     (_REORDER, _REORDER): _refused("is reordered already", on="model"),
@@ -98,19 +101,21 @@ COMPOSITION: dict[tuple[Technique, Technique], Rule] = {
         Verdict.CONDITIONAL, "vectors are averaged over the node; a `process_group=` of other ranks raises"
     ),
     (_DATA_PARALLEL, _FUSE): _refused("is in a DataParallel, which defers its updates", on="optimizer"),
-    (_DATA_PARALLEL, _COMPILE): _refused("is in a DataParallel, which averages outside of a graph", on="optimizer"),
+    (_DATA_PARALLEL, _COMPILE): _refused(
+        "is in a DataParallel, which averages outside of a graph", _MESH, on="optimizer"
+    ),
     (_DATA_PARALLEL, _REORDER): _refused("is in a DataParallel, which orders weight gradients by itself", on="model"),
     (_DATA_PARALLEL, _DASO): _refused("is in a DataParallel, which averages over all ranks", on="either"),
     (_DATA_PARALLEL, _DATA_PARALLEL): _refused("is in a DataParallel already", on="optimizer"),
     (_DATA_PARALLEL, _PIPELINE): _refused(
-        "is in a DataParallel, and a pipeline's layers have no replicas to average", on="model"
+        "is in a DataParallel, which other layers have no part in", _REPLICAS, on="model"
     ),
     (_DATA_PARALLEL, _EVA): Rule(Verdict.REFUSED, "its optimizer comes with it, so that it cannot be made later"),
     (_PIPELINE, _FUSE): Rule(Verdict.CONDITIONAL, 'mode="forward"; backward raises in the first step'),
     (_PIPELINE, _COMPILE): _refused(_SPREAD, _CLOSE, on="model"),
     (_PIPELINE, _REORDER): _refused(_SPREAD, _CLOSE, on="model"),
     (_PIPELINE, _DASO): _refused(_SPREAD, _CLOSE, on="model"),
-    (_PIPELINE, _DATA_PARALLEL): _refused(_SPREAD, _CLOSE, on="model"),
+    (_PIPELINE, _DATA_PARALLEL): _refused(_SPREAD, _REPLICAS, on="model"),
     (_PIPELINE, _PIPELINE): Rule(Verdict.WORKS, "two on the same layers add up their gradients"),
     (_PIPELINE, _EVA): Rule(
         Verdict.CONDITIONAL, "on any number of ranks, as on the whole model; scales over all layers raise"
@@ -118,7 +123,7 @@ COMPOSITION: dict[tuple[Technique, Technique], Rule] = {
     (_EVA, _FUSE): Rule(
         Verdict.CONDITIONAL, 'mode="forward", and mode="auto" without `allow_backward`; backward raises'
     ),
-    (_EVA, _COMPILE): _WORKS,
+    (_EVA, _COMPILE): Rule(Verdict.WORKS, _VECTORS),
     (_EVA, _REORDER): _WORKS,
     (_EVA, _DASO): Rule(
         Verdict.CONDITIONAL, "vectors are averaged over the node; a `process_group=` of other ranks raises"
@@ -161,12 +166,12 @@ WITH_TORCH: dict[str, dict[Column, Rule]] = {
     "DistributedDataParallel": {
         "fuse forward": _WORKS,
         "fuse backward": Rule(Verdict.REFUSED, "updates would come before averages"),
-        "compile": Rule(Verdict.REFUSED, "give the model that it wraps"),
+        "compile": Rule(Verdict.REFUSED, "give the model that it wraps, and its ranks as `mesh=`"),
         "reorder": Rule(Verdict.CONDITIONAL, "`cross_step` raises"),
         "DASO": Rule(Verdict.CONDITIONAL, f"inside the node, given wrapped; anything else raises, {_BEFORE_OR_AFTER}"),
         "DataParallel": Rule(Verdict.REFUSED, _BEFORE_OR_AFTER),
-        "Pipeline": Rule(Verdict.REFUSED),
-        "Eva": Rule(Verdict.WORKS, "in every order; compiled steps on several ranks raise"),
+        "Pipeline": Rule(Verdict.REFUSED, "`Pipeline(replicas=)` averages over pipelines"),
+        "Eva": Rule(Verdict.WORKS, "in every order; compiled steps on several ranks need `mesh=`"),
     },
     "FSDP2": {
         "fuse forward": Rule(Verdict.REFUSED),

@@ -71,7 +71,9 @@ def refuse_wrapped(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             raise UnsupportedError(
-                f"torch's {type(module).__name__}", "it averages outside of a graph", "give the model that it wraps"
+                f"torch's {type(module).__name__}",
+                "it averages outside of a graph",
+                "give the model that it wraps; compile() averages over the ranks of mesh=",
             )
 
 

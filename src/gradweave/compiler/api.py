@@ -25,6 +25,7 @@ from gradweave._compat.tracing import dynamo_compile
 from gradweave._logging import announce, report
 from gradweave._runtime.attachment import AccumulatingAttachment
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
+from gradweave._runtime.peers.meshes import group_of
 from gradweave._runtime.peers.replica_messages import naming_lost_peers
 from gradweave._runtime.peers.same_on_ranks import (
     describe_buffers,
@@ -49,7 +50,7 @@ from gradweave.compiler.eager_fallback import EagerFallback, reason_of
 from gradweave.compiler.gradients import Clipping
 from gradweave.compiler.padding import pad_batch
 from gradweave.compiler.program import Program, StepOptions
-from gradweave.compiler.replica_group import ReplicaGroup, group_of
+from gradweave.compiler.replica_group import ReplicaGroup
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.schedule.costs import Costs
@@ -124,7 +125,7 @@ def compile(
     optimizer = without_wrapper(optimizer)
     if scaler is not None and isinstance(scaler, GradScaler) and not scaler.is_enabled():
         scaler = None
-    group = group_of(mesh)
+    group = group_of(mesh, "mesh")
     with same_on_ranks(group, technique="compile", alone=group is None) as facts:
         check_options(
             max_grad_norm=max_grad_norm,

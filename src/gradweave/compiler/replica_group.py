@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from gradweave._compat.distributed import name_of_group
-from gradweave._runtime.buckets import message_params
+from gradweave._runtime.buckets import MESSAGE_BYTES, message_params, params_by_layer
 from gradweave._runtime.lendable_ranks import lendable_ranks
 from gradweave._runtime.peers.gradient_messages import GradientMessages
 from gradweave._runtime.peers.groups import common_name
 from gradweave._runtime.peers.lockstep import Changes
 from gradweave._runtime.peers.replica_state import BufferBroadcast, ReplicaCheck, broadcast_state
-from gradweave.errors import ArgumentError
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-MESSAGE_BYTES = 4 * 2**20
-"""Bytes at which a message is full: small enough for the last of them, which backward cannot hide, to be short."""
 _TECHNIQUE = "compile"
-
-
-def group_of(mesh: DeviceMesh | dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the process group of a mesh; None if there is one rank, which has nothing to average.
-
-    Raises:
-        ArgumentError: If it is no mesh of one dimension, or this rank is not in it.
-    """
-    if mesh is None:
-        return None
-    group = mesh
-    if not isinstance(mesh, dist.ProcessGroup):
-        dimensions = getattr(mesh, "ndim", None)
-        if dimensions is None or not hasattr(mesh, "get_group"):
-            raise ArgumentError("mesh", type(mesh).__name__, "give a DeviceMesh, a process group, or None")
-        if dimensions != 1:
-            raise ArgumentError("mesh", mesh, 'give a mesh of one dimension, such as mesh["data"]')
-        group = mesh.get_group()
-    if dist.get_rank(group) < 0:  # type: ignore[arg-type]
-        raise ArgumentError("mesh", mesh, "this rank is not in it; compile on its own ranks only")
-    return group if dist.get_world_size(group) > 1 else None  # type: ignore[arg-type, return-value]
 
 
 class ReplicaGroup:
@@ -154,15 +126,7 @@ class ReplicaGroup:
         self._changes.agree(what, ",".join(map(str, numbers)), ranks)
 
     def _make_messages(self) -> None:
-        left = {p: None for p in self._trained if p not in self._unused}
-        layers: list[list[nn.Parameter]] = []
-        for module in self._model.modules():
-            own = [p for p in module.parameters(recurse=False) if p in left]
-            for p in own:
-                left.pop(p, None)
-            if own:
-                layers.append(list(dict.fromkeys(own)))
-        layers += [[p] for p in left]  # of the loss, which is no part of the model
+        layers = params_by_layer(self._model, [p for p in self._trained if p not in self._unused])
         self._messages = GradientMessages(message_params(layers, 0, MESSAGE_BYTES), self._group)
 
     def _trained_now(self) -> list[nn.Parameter]:

@@ -17,7 +17,7 @@ from gradweave._compat.dynamo import between_graphs
 from gradweave._compat.functions import flat_leaves, no_torch_function
 from gradweave._logging import announce
 from gradweave._runtime.attachment import AccumulatingAttachment
-from gradweave._runtime.buckets import message_params
+from gradweave._runtime.buckets import MESSAGE_BYTES, message_params
 from gradweave._runtime.claims import Technique, claim_model, claim_optimizer
 from gradweave._runtime.optimizer_steps.hooks import StepHooks
 from gradweave._runtime.peers.groups import common_name, end_group, new_group
@@ -44,8 +44,6 @@ from gradweave.parallel.data_parallel.step_costs import StepWatch
 
 Policy = Literal["auto", "reverse_first_k", "no_barrier", "in_order"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-BUCKET_BYTES = 4 * 2**20
-"""Small enough for the first layers' gradients not to wait for much else, large enough for a slow link's latency."""
 
 
 class DataParallel(nn.Module, AccumulatingAttachment):
@@ -81,7 +79,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         *,
         policy: Policy = "auto",
         k: int | Literal["all"] | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = MESSAGE_BYTES,
         byte_budget: int | None = None,
         reduce_dtype: torch.dtype | None = None,
         broadcast_buffers: bool = True,

@@ -10,15 +10,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradweave._compat.pipelining import Runtime, make_runtime
-from gradweave._runtime.attachment import Attachment
+from gradweave._runtime.attachment import AccumulatingAttachment
+from gradweave._runtime.peers.meshes import group_of
 from gradweave.errors import GradweaveError
 from gradweave.parallel.pipeline.checks import BatchShapes, check_layers, check_model, check_parameters, device_of
 from gradweave.parallel.pipeline.plan_agreement import agree
 from gradweave.parallel.pipeline.planner import Plan, Settings, Split
 from gradweave.parallel.pipeline.process_group import PipelinePeers
 from gradweave.parallel.pipeline.programs import PipelinePolicy
+from gradweave.parallel.pipeline.replicas import StageReplicas
 from gradweave.parallel.pipeline.stage import ForwardAutocast, Stage, total
 from gradweave.parallel.pipeline.tied import TiedGradients, find_ties
 from gradweave.parallel.pipeline.weight_gradients import WeightGradientLedger
@@ -61,7 +65,7 @@ _OVER = {
 }
 
 
-class Pipeline(Attachment):
+class Pipeline(AccumulatingAttachment):
     """This rank's part of a model that is spread over the ranks of a group, layer by layer.
 
     Every rank gives the same arguments, and the same layers; each keeps those of its own stages. A step adds
@@ -86,7 +90,9 @@ class Pipeline(Attachment):
         split: ``"fast"`` takes the two halves of backward apart in linear and convolution layers; ``"torch"``
             has torch walk the graph, for layers of other kinds.
         device: Where this rank's layers go; None leaves them where they are.
-        process_group: The ranks; None for all.
+        process_group: The ranks of this pipeline; None for all.
+        replicas: The ranks that have the same stages, each in a pipeline of its own on other ranks and other batches: a
+            mesh of one dimension, or a process group. A step averages gradients over them. None for one pipeline.
         timeout: Seconds after which waiting for another rank is an error; None for torch's default.
 
     Attributes:
@@ -110,6 +116,7 @@ class Pipeline(Attachment):
         split: Split = "fast",
         device: torch.device | str | None = None,
         process_group: Any = None,
+        replicas: DeviceMesh | ProcessGroup | None = None,
         timeout: float | None = None,
     ) -> None:
         self._peers = PipelinePeers(process_group, timeout)
@@ -117,6 +124,8 @@ class Pipeline(Attachment):
         self._stages: list[Stage] = []
         self._runtime: Runtime | None = None
         self._claims: OptimizerClaims | None = None
+        self._replicas: StageReplicas | None = None
+        self._averages = True
         try:
             settings = Settings(policy, microbatches, group, max_in_flight, byte_budget, split)
             where = None if device is None else torch.device(device)
@@ -126,6 +135,10 @@ class Pipeline(Attachment):
                 device=where or device_of(layers), problem=self._peers.problem or problem,
             )  # fmt: skip
             self._build(layers, loss_fn, settings, where)
+            across = group_of(replicas, "replicas")
+            if across is not None:
+                plan = f"{self.plan.program.policy}, {self.plan.runs}"
+                self._replicas = StageReplicas(self.module, across, plan=plan, timeout=timeout)
         except BaseException as error:
             self.state = PipelineState.FAILED
             self._drop_runtime()
@@ -212,15 +225,28 @@ class Pipeline(Attachment):
         given, wanted = self._admitted(inputs, target)
         try:
             self._loss_factor = loss_factor
+            if self._replicas is not None:
+                self._replicas.begin_step()
             with self._tied.summed(), self._autocast.suspended():
                 runtime.step(*given, target=wanted, losses=[], return_outputs=False)
             self.state = PipelineState.RUNNING
+            if self._replicas is not None and self._averages:
+                self._replicas.average()
             return torch.stack(self._losses).mean() if self._losses else None
         except BaseException as error:
             self._stop(error)
             raise
         finally:
             self._losses.clear()
+
+    @contextmanager
+    def no_update(self) -> Iterator[None]:
+        """Return a context in which steps only add up gradients, which the first step after it averages."""
+        before, self._averages = self._averages, False
+        try:
+            yield
+        finally:
+            self._averages = before
 
     def _admitted(self, inputs: Any, target: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Return what the runtime is given of a batch.
@@ -322,6 +348,9 @@ class Pipeline(Attachment):
         """
         self.state = PipelineState.CLOSED
         self._drop_runtime()
+        if self._replicas is not None:
+            self._replicas.close()
+            self._replicas = None
         self._peers.close()
 
     def close(self) -> None:
@@ -349,6 +378,9 @@ class Pipeline(Attachment):
         self.state = PipelineState.FAILED
         self._drop_runtime()
         self._ledger.clear()
+        if self._replicas is not None:
+            self._replicas.leave()
+            self._replicas = None
         self._peers.leave(error)
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
