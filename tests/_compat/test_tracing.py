@@ -36,7 +36,7 @@ def test_operations_as_eager_are_not_decomposed():
 
 def test_a_branch_on_a_symbol_is_guarded():
     mode = tracing.fake_mode()
-    lr = tracing.float_symbol(mode, "lr", 0.5)
+    lr = tracing.number_symbol(mode, "lr", 0.5)
     names = tracing.names_of([lr])
     assert tracing.is_symbolic(lr)
     assert lr > 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> C
     from torch.fx.traceback import preserve_node_meta
 
     def trace(*args: Any) -> torch.fx.GraphModule:
-        with preserve_node_meta(), _choices_recorded():
+        with preserve_node_meta(), _arithmetic_recorded(), _divisions_guarded():
             if as_eager:
                 return _as_in_training(make_fx(_keeping_casts(function))(*args))
             with enable_python_dispatcher(), _recurrent_layers_step_by_step():
@@ -40,20 +41,73 @@ def trace_to_graph(function: Callable[..., Any], *, as_eager: bool = False) -> C
 
 
 @contextmanager
-def _choices_recorded() -> Iterator[None]:
-    """Return a context in which Adafactor's ``min`` and ``max`` of values of tensors are operations, and no branches.
+def _arithmetic_recorded() -> Iterator[None]:
+    """Return a context in which functions of numbers are operations where the numbers are symbols.
 
-    Its step takes these values out of tensors with ``item()``. Python would compare them while tracing, when nobody
-    knows them.
+    Those of ``math`` would ask for the value of a step count, and be right for that step only. Adafactor takes values
+    out of tensors with ``item()``: its ``min`` and ``max`` would compare them while tracing, where tensors have none.
     """
     from torch.optim import _adafactor
 
-    names = vars(_adafactor)
+    names, functions = vars(_adafactor), vars(math)
+    before = {name: functions[name] for name in MATH_OF_SYMBOLS}
+    functions.update({name: _of_symbols(function, MATH_OF_SYMBOLS[name]) for name, function in before.items()})
     names.update(min=_in_order(torch.sym_min), max=_in_order(torch.sym_max))
     try:
         yield
     finally:
         del names["min"], names["max"]
+        functions.update(before)
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    return torch.sym_float(base) ** torch.sym_float(exponent)
+
+
+MATH_OF_SYMBOLS: dict[str, Callable[..., Any]] = {
+    "pow": _power,
+    **{name: getattr(torch, f"_sym_{name}") for name in ("sqrt", "cos", "sin", "log2")},
+}
+"""Functions of ``math`` by name, as torch has them for symbols; an operation of a graph is the latter."""
+
+
+def _of_symbols(function: Callable[..., Any], recorded: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*numbers: Any) -> Any:
+        return recorded(*numbers) if any(map(is_symbolic, numbers)) else function(*numbers)
+
+    return call
+
+
+@contextmanager
+def _divisions_guarded() -> Iterator[None]:
+    """Return a context in which a division of symbols is a branch on whether the divisor is zero, as it is in Python.
+
+    An optimizer may catch the error: what it does then would be traced, and taken for right with other numbers, too.
+    """
+    kinds = (torch.SymFloat, torch.SymInt)
+    before = {(kind, name): getattr(kind, name) for kind in kinds for name in _DIVISIONS if hasattr(kind, name)}
+    for (kind, name), divide in before.items():
+        setattr(kind, name, _guarded(divide, reverse=name.startswith("__r")))
+    try:
+        yield
+    finally:
+        for (kind, name), divide in before.items():
+            setattr(kind, name, divide)
+
+
+_DIVISIONS = ("__truediv__", "__rtruediv__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__")
+
+
+def _guarded(divide: Callable[[Any, Any], Any], *, reverse: bool) -> Callable[[Any, Any], Any]:
+    @wraps(divide)
+    def call(number: Any, other: Any) -> Any:
+        divisor = number if reverse else other
+        if is_symbolic(divisor) and divisor.node.has_hint() and bool(divisor == 0):
+            raise ZeroDivisionError("division by zero")
+        return divide(number, other)
+
+    return call
 
 
 def _in_order(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -176,8 +230,8 @@ def fake_of(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def float_symbol(mode: Any, name: str, value: float) -> Any:
-    """Return a float that tracing keeps as an input; ``value`` decides branches on it, which are remembered."""
+def number_symbol(mode: Any, name: str, value: float) -> Any:
+    """Return a number that tracing keeps as an input; ``value`` decides branches on it, which are remembered."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
@@ -190,7 +244,26 @@ def float_symbol(mode: Any, name: str, value: float) -> Any:
         positive=None,
         do_not_specialize_zero_one=True,
     )
-    return environment.create_symfloatnode(symbol, hint=value, source=source)
+    create = environment.create_symintnode if isinstance(value, int) else environment.create_symfloatnode
+    return create(symbol, hint=value, source=source)
+
+
+def is_settled(symbol: Any) -> bool:
+    """Return whether what was traced is right for one value of a symbol only."""
+    return is_symbolic(symbol) and bool(symbol.node.expr.is_number)
+
+
+def drop_last_outputs(graph: torch.fx.GraphModule, count: int) -> list[Any]:
+    """Remove the last outputs of a graph that returns a list of values, and return their nodes."""
+    from torch.utils._pytree import tree_structure
+
+    (outputs,) = graph.graph.output_node().args
+    kept, dropped = list(outputs)[: len(outputs) - count], list(outputs)[len(outputs) - count :]  # type: ignore
+    graph.graph.output_node().args = (kept,)
+    codegen: Any = graph.graph._codegen
+    codegen.pytree_info = codegen.pytree_info._replace(out_spec=tree_structure([0] * len(kept)))
+    graph.recompile()
+    return dropped
 
 
 def names_of(symbols: list[Any]) -> list[Any]:

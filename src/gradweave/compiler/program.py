@@ -221,6 +221,7 @@ class Program:
             state.show_sums([params[index] for index in variant.traced.with_gradient])
             state.call = CallState.UPDATE_LEFT if has_strays else CallState.ACCUMULATED
             return outputs
+        variant.traced.count()
         for index in purpose.summed:
             params[index].grad = None
         state.norm = outputs.pop() if len(outputs) > self._output_count else None
@@ -263,7 +264,7 @@ class Program:
         if trainable in self._partial or any(p not in numbers for message in replicas.messages for p in message):
             return None
         messages = tuple(tuple(numbers[p] for p in message) for message in replicas.messages)
-        return Averaging(replicas.name, replicas.share, messages)
+        return Averaging(replicas.name, replicas.share, messages, replicas.dtype)
 
     def _find(self, purpose: _Purpose, params: Sequence[nn.Parameter], inputs: Sequence[Any]) -> _Variant | None:
         """Return the variant for a purpose and for the optimizer as it is now; None if there is none."""

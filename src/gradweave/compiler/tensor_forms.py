@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gradweave._compat.tensors import ITEM
+from gradweave._compat.tracing import MATH_OF_SYMBOLS
 from gradweave.errors import GradweaveError
 
 aten = torch.ops.aten
@@ -65,6 +66,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     operator.pow: operator.pow,
     operator.neg: operator.neg,
     torch.sym_float: lambda x: x,
+    **{MATH_OF_SYMBOLS[name]: getattr(torch, name) for name in ("sqrt", "cos", "sin", "log2")},
     torch.sym_max: lambda a, b: _extreme(torch.maximum, a, b),
     torch.sym_min: lambda a, b: _extreme(torch.minimum, a, b),
 }

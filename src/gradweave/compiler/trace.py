@@ -20,14 +20,15 @@ from gradweave._compat.tracing import (
     as_it_was,
     fake_mode,
     fake_of,
-    float_symbol,
     guards_of,
     names_of,
+    number_symbol,
     trace_to_graph,
 )
 from gradweave.compiler.gradients import Averaging, Clipping, LossScaling, accumulate, clip, restore_if_infinite
 from gradweave.compiler.optimizer_inputs import OptimizerInputs
 from gradweave.compiler.passes.communication import send_behind_gradients
+from gradweave.compiler.python_counts import PythonCountsError, serves_other_steps, take_out_counts
 from gradweave.compiler.random_numbers import refuse_python_random
 from gradweave.step_graph.errors import NotOneGraphError
 from gradweave.step_graph.nodes import changed_by, phase, root
@@ -76,6 +77,7 @@ class TracedStep:
         can_skip: Whether the update is skipped where a gradient is not finite.
         holds: Returns whether the graph is right for other hyperparameters: every branch that the optimizer's code
             took on them, such as on a weight decay of 0, would be taken again.
+        counted: Returns what the optimizer's Python counts become; None if it has none.
     """
 
     graph: GraphModule
@@ -85,6 +87,12 @@ class TracedStep:
     with_gradient: frozenset[int]
     can_skip: bool
     holds: Callable[[Sequence[float]], bool]
+    counted: Callable[[Sequence[Any]], list[Any]] | None = None
+
+    def count(self) -> None:
+        """Advance the optimizer's Python counts, after a step."""
+        if self.counted is not None:
+            self.optimizer.put_counts(self.counted(self.optimizer.values()))
 
     def changed_inputs(self) -> set[int]:
         """Return the positions of the inputs before the optimizer's that the step changes in place."""
@@ -112,6 +120,11 @@ def trace_step(objective: Objective, optimizer: OptimizerInputs, recipe: Recipe,
     """
     try:
         return _trace(objective, optimizer, recipe, capturable=False, exact=exact)
+    except PythonCountsError as error:
+        if recipe.scaling is not None:
+            raise  # the host does not know whether the update is skipped, and the count with it
+        optimizer.take_counts([*optimizer.count_places, *error.places])
+        return trace_step(objective, optimizer, recipe, exact=exact)
     except DataDependentError:
         pass
     try:
@@ -130,7 +143,7 @@ def _trace(
     mode = fake_mode()
     values = optimizer.exact_values() if exact else optimizer.numbers()
     symbols = [
-        fake_of(mode, x) if isinstance(x, torch.Tensor) else float_symbol(mode, f"number_{index}", x)
+        fake_of(mode, x) if isinstance(x, torch.Tensor) else number_symbol(mode, f"number_{index}", x)
         for index, x in enumerate(values)
     ]
     floats = [index for index, x in enumerate(values) if not isinstance(x, torch.Tensor)]
@@ -165,17 +178,21 @@ def _trace(
             guarded_state = [tensor for slot, tensor in enumerate(state) if slot not in recipe.unguarded]
             guarded = [*targets, *guarded_state] if recipe.scaling else []
             before = [tensor.clone() for tensor in guarded]
-            optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
+            counts = optimizer.step_on(targets, grads, state, numbers, capturable=capturable)
             if found_inf is not None:
                 restore_if_infinite(guarded, before, found_inf)
         if recipe.scaling and found_inf is not None:
             recipe.scaling.advance(scale[0], scale[1], found_inf)
-        return [*outputs, *(extra for extra in (norm, found_inf) if extra is not None)]
+        return [*outputs, *(extra for extra in (norm, found_inf) if extra is not None), *counts]
 
     with as_it_was(), refuse_python_random(), mode, as_if_compiling(capturable):
         graph = trace_to_graph(step, as_eager=exact)(
             [fake_of(mode, x) for x in inputs], [fake_of(mode, x) for x in optimizer.state()], symbols
         )
+    if not recipe.update:
+        optimizer.forget_settings()
+    places = optimizer.count_places if recipe.update else []
+    counted = take_out_counts(graph, len(places), len(symbols)) if places else None
     if recipe.averaging is not None:
         send_behind_gradients(graph.graph)
         graph.recompile()
@@ -203,8 +220,16 @@ def _trace(
     def holds(numbers: Sequence[float]) -> bool:
         return branches([numbers[index] for index in floats])
 
+    if counted is not None:
+        last = optimizer.numbers()
+        if not serves_other_steps(holds, lambda numbers: optimizer.with_counts(numbers, counted(numbers)), last):
+            name = type(optimizer.optimizer).__name__
+            raise NotOneGraphError(
+                f"optimizer={name}: its step needs the value of a count that it keeps in Python; compute with it as "
+                "Python's operators, math.sqrt and math.pow do"
+            )
     can_skip = recipe.update and recipe.scaling is not None
-    return TracedStep(graph, optimizer, len(inputs), owners, frozenset(with_gradient), can_skip, holds)
+    return TracedStep(graph, optimizer, len(inputs), owners, frozenset(with_gradient), can_skip, holds, counted)
 
 
 def _changes_a_weight(graph: GraphModule, trainable: Sequence[int]) -> bool:
