@@ -5,8 +5,9 @@
 Two ranks, one core each, with real computation. For each ratio r of communication to computation, sizes of DDP's
 buckets are ranked first, for eager steps and for compiled ones. Then all take turns: eager DDP with a fused optimizer;
 the same with model and loss under ``torch.compile``; both with torch's bf16 hook, which sends half of the bytes; our
-step, replayed and compiled, which sends float32. ``best_stock`` is the fastest of those that average in float32, and
-takes turns with itself. Computation is what our compiled step takes on a free link.
+step, replayed and compiled, which sends float32, and compiled with bfloat16 messages. ``best_stock`` is the fastest of
+stock steps that average in float32, and takes turns with itself. Computation is what our compiled step takes on a free
+link.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ ROUNDS, STEPS = 7, 4
 FREE_MEGABITS = 10_000.0
 STOCK = {"ddp": "ddp_fused", "ddp, compiled": "ddp_compiled_fused"}
 BF16 = {"ddp, bf16 hook": "ddp_bf16_fused", "ddp, compiled, bf16 hook": "ddp_compiled_bf16_fused"}
-OURS_BY_NAME = {"compile(mesh=), replay": "replay", "compile(mesh=)": "inductor"}
+OURS_BY_NAME = {
+    "compile(mesh=), replay": {"lower": "replay"},
+    "compile(mesh=)": {"lower": "inductor"},
+    "compile(mesh=), bf16": {"lower": "inductor", "reduce_dtype": "bfloat16"},
+}
 AGAIN = " (again)"
 
 
@@ -63,8 +68,8 @@ def measure(model: str, ratio: float, rounds: int, steps: int) -> list[dict[str,
             make(ranks, common, name, way, bucket(chosen[name]))
         for (name, way), size_of in zip(BF16.items(), chosen.values(), strict=True):
             make(ranks, common, name, way, bucket(size_of))
-        for name, lower in OURS_BY_NAME.items():
-            make(ranks, common, name, "compile_fused", {"lower": lower})
+        for name, options in OURS_BY_NAME.items():
+            make(ranks, common, name, "compile_fused", options)
         everyone = [*STOCK, *BF16, *OURS_BY_NAME]
         first = turns(ranks, everyone, 1, steps)
         best = fastest({name: first[name] for name in STOCK})

@@ -119,6 +119,8 @@ class Variant:
             reduced = torch.bfloat16 if way == "ours_bf16" else None
             self.model = DataParallel(plain, self.optimizer, reduce_dtype=reduced, **options)
         elif way.startswith("compile"):
+            if "reduce_dtype" in options:
+                options = {**options, "reduce_dtype": getattr(torch, options["reduce_dtype"])}
             self.step = gradweave.compile(plain, self.loss, self.optimizer, mesh=dist.group.WORLD, **options)
 
     def steps(self, count: int) -> tuple[float, float]:

@@ -68,6 +68,7 @@ def compile(
     optimizer: Optimizer,
     *,
     mesh: DeviceMesh | ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
     max_grad_norm: float | None = None,
     max_grad_value: float | None = None,
     scaler: GradScaler | None = None,
@@ -100,6 +101,8 @@ def compile(
         mesh: The ranks that train replicas of the model, a mesh of one dimension or a process group: gradients are
             averaged over them, inside of the graph, as DistributedDataParallel does. The model is given to all ranks
             unwrapped; the first rank's weights and buffers become everyone's. None averages nothing.
+        reduce_dtype: Dtype in which gradients travel between the ranks of the mesh, such as ``torch.bfloat16``, which
+            halves what float32 sends; None for their own.
         max_grad_norm: Clips gradients to this common norm; :attr:`Step.grad_norm` is the norm before.
         max_grad_value: Clips each element of a gradient to this value.
         scaler: Scales the loss and skips updates whose gradients are not finite, inside the graph; do not call its
@@ -137,6 +140,7 @@ def compile(
             new_shapes=new_shapes,
             variants=variants,
             averages=group is not None,
+            reduce_dtype=reduce_dtype,
         )
         check_step(model, optimizer)
         check_loss_fn(loss_fn)
@@ -144,13 +148,13 @@ def compile(
         if group is not None:
             check_replica(model, optimizer)
             scale = None if scaler is None else scaler.get_scale()
-            facts["the options"] = str((max_grad_norm, max_grad_value, scale, memory_budget, lower))
+            facts["the options"] = str((max_grad_norm, max_grad_value, scale, memory_budget, lower, reduce_dtype))
             facts |= describe_optimizer(optimizer)
             facts |= describe_parameters(model.named_parameters(remove_duplicate=False))
             facts |= describe_layouts(model.named_parameters())
             facts |= describe_buffers(model.named_buffers())
     clipping = Clipping(max_grad_norm, max_grad_value)
-    replicas = None if group is None else ReplicaGroup(model, optimizer, group)
+    replicas = None if group is None else ReplicaGroup(model, optimizer, group, dtype=reduce_dtype)
     if mesh is None:
         announce_unaveraged()
     options = StepOptions(

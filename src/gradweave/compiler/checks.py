@@ -48,6 +48,7 @@ def check_options(
     new_shapes: Any,
     variants: Any,
     averages: bool = False,
+    reduce_dtype: Any = None,
 ) -> None:
     """Raise ArgumentError for options that mean nothing, by themselves or together."""
     if lower not in get_args(Lowering):
@@ -62,6 +63,8 @@ def check_options(
         raise ArgumentError(
             "costs", costs.name, 'lower="replay" has one stream; use lower="inductor", or leave them out'
         )
+    if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
+        raise ArgumentError("reduce_dtype", reduce_dtype, "give a floating point type, such as torch.bfloat16, or None")
     if costs is not None and averages:
         raise ArgumentError("costs", costs.name, "not with a mesh of several ranks; leave them out")
     if not isinstance(variants, int) or isinstance(variants, bool) or variants < 1:

@@ -78,11 +78,13 @@ class Averaging:
         group_name: Of the ranks' process group.
         share: What this rank's gradients are multiplied by.
         messages: Numbers of the trainable parameters in each message, in the order of sending.
+        dtype: Dtype in which gradients travel; None for their own.
     """
 
     group_name: str
     share: float
     messages: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype | None = None
 
     def average(self, grads: list[torch.Tensor | None]) -> None:
         """Put averages in the place of gradients.
@@ -106,14 +108,14 @@ class Averaging:
                 if grad is None:
                     raise PartialGradientsError("a parameter that others may send a gradient for has none")
                 with gradient(number):
-                    parts.append(in_memory_order(grad * self.share))
+                    parts.append(in_memory_order((grad * self.share).to(self.dtype or grad.dtype)))
             flags = torch.ones(len(message), dtype=parts[0].dtype, device=parts[0].device)
             sent.append(start_sum(torch.cat([*parts, flags]), self.group_name))
         for message, wire in zip(self.messages, sent, strict=True):
             given = [grad for number in message if (grad := grads[number]) is not None]
             pieces = finish_sum(wire).split([*(grad.numel() for grad in given), len(given)])
             for number, grad, piece in zip(message, given, pieces, strict=False):
-                grads[number] = laid_out_like(piece, grad)
+                grads[number] = laid_out_like(piece, grad).to(grad.dtype)
 
 
 def accumulate(grads: list[torch.Tensor | None], sums: Mapping[int, torch.Tensor], *, update: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
@@ -31,14 +32,18 @@ class ReplicaGroup:
         model: The model; its weights and buffers become the first rank's.
         optimizer: The optimizer.
         group: The ranks.
+        dtype: Dtype in which gradients travel; None for their own.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup, *, dtype: torch.dtype | None = None
+    ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._group = group
         self.name = name_of_group(group)
         self.share = 1.0 / dist.get_world_size(group)
+        self.dtype = dtype
         self._changes = Changes(common_name("gradweave-compile", group), technique=_TECHNIQUE, timeout=None)
         self._buffers = BufferBroadcast(model, group)
         self._check = ReplicaCheck(model, optimizer, group, technique=_TECHNIQUE)
@@ -127,7 +132,7 @@ class ReplicaGroup:
 
     def _make_messages(self) -> None:
         layers = params_by_layer(self._model, [p for p in self._trained if p not in self._unused])
-        self._messages = GradientMessages(message_params(layers, 0, MESSAGE_BYTES), self._group)
+        self._messages = GradientMessages(message_params(layers, 0, MESSAGE_BYTES), self._group, self.dtype)
 
     def _trained_now(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -43,11 +43,15 @@ class GradientMessages:
     Args:
         messages: Parameters of each message, in the order of sending, alike in dtype and device; the same on all ranks.
         group: The ranks.
+        dtype: Dtype in which gradients travel; None for their own.
     """
 
-    def __init__(self, messages: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, messages: Sequence[Sequence[nn.Parameter]], group: dist.ProcessGroup, dtype: torch.dtype | None = None
+    ) -> None:
         self.messages = tuple(map(tuple, messages))
         self._group = group
+        self._dtype = dtype
         self._share = 1.0 / dist.get_world_size(group)
 
     def average(self) -> list[nn.Parameter]:
@@ -67,17 +71,17 @@ class GradientMessages:
                         p.grad = None
                         unused.append(p)
                     elif p.grad is None:
-                        p.grad = laid_out_like(piece, p).clone()
+                        p.grad = laid_out_like(piece, p).to(p.dtype, copy=True)
                     else:
                         p.grad.copy_(laid_out_like(piece, p))
             return unused
 
     def _wire(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
         first = params[0]
-        wire = first.new_zeros(sum(p.numel() for p in params) + len(params))
+        wire = first.new_zeros(sum(p.numel() for p in params) + len(params), dtype=self._dtype or first.dtype)
         *pieces, flags = wire.split([*(p.numel() for p in params), len(params)])
         for place, (p, piece) in enumerate(zip(params, pieces, strict=True)):
             if p.grad is not None:
-                torch.mul(p.grad, self._share, out=laid_out_like(piece, p))
+                laid_out_like(piece, p).copy_(p.grad * self._share)
                 flags[place] = 1
         return wire
