@@ -47,8 +47,12 @@ def test_a_table_that_somebody_has_changed_is_found(figures, tables, copy):
 
 
 def change_suite(root: Path, change) -> None:
-    """Write the suite's rows anew, without those that are changed to None."""
-    path = root / "benchmarks" / "results" / "suite-h200.csv"
+    change_rows(root, "suite-h200.csv", change)
+
+
+def change_rows(root: Path, name: str, change) -> None:
+    """Write a result's rows anew, without those that are changed to None."""
+    path = root / "benchmarks" / "results" / name
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     kept = [row for row in map(change, [dict(row) for row in rows]) if row is not None]
@@ -120,6 +124,54 @@ def test_what_is_known_of_a_row_goes_when_it_is_measured_at_another_commit(figur
     assert "1. on a slow day." in tables["suite"](figures.Results(copy))
     change_suite(copy, lambda row: {**row, "commit": "2222222"})
     assert "on a slow day" not in tables["suite"](figures.Results(copy))
+
+
+def of_one_point(row: dict[str, str], **own) -> dict[str, str] | None:
+    """Change the row of one point of DataParallel against the best DDP, and leave out the others."""
+    if (row["setting"], row["r"]) != ("gpt, 2 ranks, real compute", "0.9"):
+        return None
+    known = {"over_best_stock": "0.8", "over_best_stock_low": "0.7", "over_best_stock_high": "0.9", "claim": "no"}
+    return {**row, **known, "best_stock": "ddp_small", "a_a": "1.01", "a_a_low": "0.99", "a_a_high": "1.02", **own}
+
+
+def test_data_parallel_is_shown_against_the_best_of_ddp_and_its_messages(figures, tables, copy):
+    ways = {
+        "ddp": {"ms_50": "640"},
+        "ddp_small": {"ms_50": "540", "message_bytes": str(6 << 20)},
+        "ddp_tuned, bf16 hook": {"ms_50": "470"},
+        "reverse_first_k": {"k": "20"},
+        "auto, bf16": {"ms_50": "400"},
+    }
+    change_rows(copy, "data-parallel-stock.csv", lambda row: of_one_point(row, **ways.get(row["variant"], {})))
+    (line,) = tables["data-parallel-stock"](figures.Results(copy)).splitlines()[2:]
+    ratio = "0.800 [0.700, 0.900]"
+    assert line == (
+        f"| GPT, 0.9 | 640 | 540, 6 MiB | {ratio} | {ratio} | {ratio}, 20 | {ratio} | {ratio} | 1.175 "
+        "| 1.010 [0.990, 1.020] |"
+    )
+
+
+@pytest.mark.parametrize(("ratio", "claim"), [("1.2", "yes"), ("1.2", "no"), ("0.8", "yes")])
+def test_where_nothing_more_than_noise_is_gained_over_the_best_ddp_it_is_said(figures, copy, ratio, claim):
+    import figure_ranks
+
+    own = {"over_best_stock": ratio, "claim": claim}
+    change_rows(copy, "data-parallel-stock.csv", lambda row: of_one_point(row, **own))
+    said = figure_ranks.best_ddp_span(figures.Results(copy))
+    gains = (ratio, claim) == ("1.2", "yes")
+    assert said == f"{ratio}0 to {ratio}0" + ("" if gains else "; GPT at r = 0.9: no gain")
+
+
+def test_pipelines_are_shown_against_the_best_of_torchs_schedules(figures, tables, copy):
+    def behind_zbv(row):
+        if row["variant"] != "modulo" or "gpt, blocks 10, width 256" not in row["setting"]:
+            return row
+        known = {"over_best_stock": "0.9", "over_best_stock_low": "0.8", "over_best_stock_high": "0.95"}
+        return {**row, **known, "best_stock": "zbv"}
+
+    change_rows(copy, "pipeline-real.csv", behind_zbv)
+    lines = tables["pipeline-real"](figures.Results(copy)).splitlines()
+    assert [line.endswith("| 0.900 [0.800, 0.950] (ZBV) |") for line in lines[2:]] == [False, False, False, True]
 
 
 def test_a_table_that_no_page_shows_is_an_error(figures, tables, copy):
