@@ -140,3 +140,20 @@ def test_momentum_that_is_switched_on_later():
         optimizer.param_groups[0]["momentum"] = 0.9 if number > 2 else 0.0
 
     assert_identical(*(train("mlp", lower, lambda p: optim.SGD(p, lr=0.1), each=each) for lower in ("replay", None)))
+
+
+def asks(model, x, y):
+    scale = 2 if torch.compiler.is_compiling() else 1
+    return F.cross_entropy(model(x), y) * scale
+
+
+def checks_unless_compiled(model, x, y):
+    if not torch.compiler.is_compiling() and (x < -100).any():
+        raise ValueError
+    return F.cross_entropy(model(x), y)
+
+
+@pytest.mark.parametrize("loss", [asks, checks_unless_compiled])
+def test_code_that_asks_whether_it_is_compiled_does_what_it_does_eagerly_if_that_can_be_a_graph(loss, warned):
+    assert_identical(*(train("mlp", lower, loss=loss) for lower in ("replay", None)))
+    assert not warned()

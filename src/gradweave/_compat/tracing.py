@@ -527,6 +527,43 @@ def _whole_functions() -> Iterator[None]:
 _TAKEN_APART = (torch.addcdiv, torch._foreach_lerp_)
 
 
+@contextmanager
+def _compiling_unseen(asked: list[str]) -> Iterator[None]:
+    """Return a context in which Dynamo answers a user's code that it is not compiling, as an eager step does.
+
+    Mamba of transformers, for example, computes its scan in another way where it is compiled. Code of torch and
+    gradweave asks for other reasons: it is made for Dynamo.
+
+    Args:
+        asked: Is extended by the module that has asked.
+    """
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+    before = {function: handlers[function] for function in _QUESTIONS if function in handlers}
+
+    def answer(variable: Any, tx: Any, *args: Any, **named: Any) -> Any:
+        module = str(tx.f_globals.get("__name__"))
+        if module.partition(".")[0] in ("torch", "gradweave"):
+            return before[variable.value](variable, tx, *args, **named)
+        asked.append(module)
+        return VariableTracker.build(tx, False)
+
+    handlers.update(dict.fromkeys(before, answer))
+    try:
+        yield
+    finally:
+        handlers.update(before)
+
+
+_QUESTIONS = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch._utils.is_compiling,
+)
+
+
 def dynamo_compile(
     function: Callable[..., Any], backend: Callable[..., Any], variants: int, *, exact: bool = False
 ) -> tuple[Callable[..., Any], Callable[[], None]]:
@@ -539,7 +576,8 @@ def dynamo_compile(
         function: The function.
         backend: Called with the graph; returns what runs it.
         variants: The most variants that there may be.
-        exact: Whether the graph must have the operations that the function calls, none of them decomposed.
+        exact: Whether the graph must have the operations that an eager call runs: none of them decomposed, and those of
+            code that asks whether it is compiled as if it was not, unless that cannot be a graph.
 
     Returns:
         The function, and one that frees all that was compiled for it.
@@ -576,10 +614,27 @@ def dynamo_compile(
         }
     )
 
+    asked: list[str] = []
+    is_seen = not exact
+
+    def captured(*args: Any, **named: Any) -> Any:
+        nonlocal is_seen
+        if not is_seen:
+            asked.clear()
+            try:
+                with _compiling_unseen(asked):
+                    return compiled(*args, **named)
+            except refusals:
+                if not asked:
+                    raise
+        result = compiled(*args, **named)
+        is_seen = True
+        return result
+
     def call(*args: Any, **named: Any) -> Any:
         with settings, _whole_functions() if exact else nullcontext():
             try:
-                return compiled(*args, **named)
+                return captured(*args, **named)
             except exc.BackendCompilerFailed as error:
                 raise error.inner_exception from error
             except exc.FailOnRecompileLimitHit as error:
