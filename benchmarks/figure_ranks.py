@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from figures import NONE, Results, Row, span, table
+from figures import NONE, Results, Row, interval, span, table
 
 LINK = "data-parallel.csv"
 SETTINGS = {
@@ -38,21 +38,77 @@ def data_parallel_table(setting: str) -> Callable[[Results], str]:
     return make
 
 
-def link_span(results: Results, column: str) -> str:
-    return span(float(row[column]) for row in results.rows(LINK, variant="auto"))
+BEST_DDP = "data-parallel-stock.csv"
+
+
+def data_parallel_stock_table(results: Results) -> str:
+    rows = []
+    for (setting, r), own in _points(results).items():
+        best, first_k, hook, bf16 = (
+            own[name] for name in (own["auto"]["best_stock"], "reverse_first_k", "ddp_tuned, bf16 hook", "auto, bf16")
+        )
+        rows.append([
+            f"{SETTINGS[setting]}, {r}", f"{float(own['ddp']['ms_50']):.0f}",
+            f"{float(best['ms_50']):.0f}, {int(best['message_bytes']) / (1 << 20):g} MiB", _over_best(own["ddp"]),
+            _over_best(own["auto"]), f"{_over_best(first_k)}, {first_k['k']}", _over_best(hook),
+            _over_best(bf16), f"{_over_the_hook(own):.3f}",
+            interval(own["auto"], "a_a", "a_a_low", "a_a_high"),
+        ])  # fmt: skip
+    header = (
+        "model, r", "DDP, ms", "best DDP, ms, and its messages", "DDP", "`auto`", "reverse first-k, and k",
+        "best DDP with the bf16 hook", "`auto` in bfloat16", "the same over the hook", "DDP again",
+    )  # fmt: skip
+    return table(header, rows)
+
+
+def _points(results: Results) -> dict[tuple[str, str], dict[str, Row]]:
+    points: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in results.rows(BEST_DDP):
+        points.setdefault((row["setting"], row["r"]), {})[row["variant"]] = row
+    order = list(SETTINGS)
+    return dict(sorted(points.items(), key=lambda point: (order.index(point[0][0]), float(point[0][1]))))
+
+
+def _over_best(row: Row) -> str:
+    return interval(row, "over_best_stock", "over_best_stock_low", "over_best_stock_high")
+
+
+def _over_the_hook(own: dict[str, Row]) -> float:
+    return float(own["ddp_tuned, bf16 hook"]["ms_50"]) / float(own["auto, bf16"]["ms_50"])
+
+
+def bfloat16_span(results: Results) -> str:
+    """Say what ``auto`` that sends bfloat16 is to the best DDP that does."""
+    return span(map(_over_the_hook, _points(results).values()))
+
+
+def best_ddp_span(results: Results) -> str:
+    """Say what ``auto`` is to the best DDP, and where it gains no more than two equal steps differ by."""
+    autos = {point: own["auto"] for point, own in _points(results).items()}
+    without: dict[str, list[str]] = {}
+    for (setting, r), row in autos.items():
+        if row["claim"] != "yes" or float(row["over_best_stock"]) < 1:
+            without.setdefault(SETTINGS[setting], []).append(r)
+    words = f"{span(float(row['over_best_stock']) for row in autos.values())} at {len(autos)} points"
+    points = " and ".join(f"{', '.join(ratios)} ({name})" for name, ratios in without.items())
+    return words + (f"; no gain where communication takes {points} of the computation's time" if points else "")
 
 
 EMULATED, REAL = "pipeline-emulated.csv", "pipeline-real.csv"
 PIPELINES = (
-    "fast_forward", "modulo", "modulo, memory of interleaved_zero_bubble", "interleaved_zero_bubble", "one_f_one_b",
+    "fast_forward", "modulo", "modulo, memory of interleaved_zero_bubble", "interleaved_zero_bubble", "zbv",
+    "one_f_one_b", "gpipe (again)",
 )  # fmt: skip
 PIPELINES_HEADER = (
-    "fast_forward", "modulo", "modulo, with the memory of interleaved zero bubble", "interleaved zero bubble", "1F1B",
-    "GPipe again",
+    "fast_forward", "modulo", "modulo, with the memory of interleaved zero bubble", "interleaved zero bubble", "ZBV",
+    "1F1B", "GPipe again", "modulo over the best of torch's",
 )  # fmt: skip
+STOCK_PIPELINES = {
+    "gpipe": "GPipe", "one_f_one_b": "1F1B", "interleaved_zero_bubble": "interleaved zero bubble", "zbv": "ZBV",
+}  # fmt: skip
 STACKS = {
     "model bert, blocks 10, width 768": "BERT-like, width 768, micro-batches of 2 x 128 tokens",
-    "model gpt, blocks 10, width 768": "GPT-like, the same (21 rounds)",
+    "model gpt, blocks 10, width 768": "GPT-like, the same",
     "model bert, blocks 10, width 256": "BERT-like, width 256, 4 x 128 tokens",
     "model gpt, blocks 10, width 256": "GPT-like, the same",
 }
@@ -71,9 +127,9 @@ def pipeline_emulated_table(results: Results) -> str:
         numbers = dict(part.split(" ") for part in setting.split(", "))
         cells = [
             f"{float(own[name]['times_as_fast']):.3f} {_share(own[name])}".rstrip() if name in own else NONE
-            for name in (*PIPELINES, "gpipe (again)")
+            for name in PIPELINES
         ]
-        rows.append([f"{numbers['ranks']}, {numbers['microbatches']}", *cells])
+        rows.append([f"{numbers['ranks']}, {numbers['microbatches']}", *cells, _over_the_best(own["modulo"])])
     return table(("ranks, micro-batches", *PIPELINES_HEADER), rows)
 
 
@@ -90,16 +146,20 @@ def pipeline_real_table(results: Results) -> str:
         cells = [
             f"{float(own[one]['times_as_fast']):.2f} [{float(own[one]['lowest']):.2f}, "
             f"{float(own[one]['highest']):.2f}] ({float(own[one]['predicted_times_as_fast']):.2f})"
-            for one in (*PIPELINES, "gpipe (again)")
+            for one in PIPELINES
         ]
-        rows.append([name, *cells])
+        rows.append([name, *cells, _over_the_best(own["modulo"])])
     return table(("", *PIPELINES_HEADER), rows)
 
 
-def pipeline_span(results: Results, over: str) -> str:
-    """Say how many times as fast as another schedule modulo is, over both tables."""
-    everyone = [*_by_setting(results, EMULATED).values(), *_by_setting(results, REAL).values()]
-    return span((float(own["modulo"]["times_as_fast"]) / float(own[over]["times_as_fast"]) for own in everyone), 3)
+def _over_the_best(row: Row) -> str:
+    """Write how many times as fast as the fastest of torch's schedules one is, and which that is."""
+    return f"{_over_best(row)} ({STOCK_PIPELINES[row['best_stock']]})"
+
+
+def pipeline_span(results: Results, name: str) -> str:
+    """Say how many times as fast as the best of torch's schedules modulo is, by setting."""
+    return span((float(row["over_best_stock"]) for row in results.rows(name, variant="modulo")), 3)
 
 
 def pipeline_simulated_table(results: Results) -> str:

@@ -159,7 +159,8 @@ def test_where_nothing_more_than_noise_is_gained_over_the_best_ddp_it_is_said(fi
     change_rows(copy, "data-parallel-stock.csv", lambda row: of_one_point(row, **own))
     said = figure_ranks.best_ddp_span(figures.Results(copy))
     gains = (ratio, claim) == ("1.2", "yes")
-    assert said == f"{ratio}0 to {ratio}0" + ("" if gains else "; GPT at r = 0.9: no gain")
+    nothing = "; no gain where communication takes 0.9 (GPT) of the computation's time"
+    assert said == f"{ratio}0 to {ratio}0 at 1 points" + ("" if gains else nothing)
 
 
 def test_pipelines_are_shown_against_the_best_of_torchs_schedules(figures, tables, copy):
