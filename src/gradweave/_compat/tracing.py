@@ -155,9 +155,9 @@ def _recurrent_layers_step_by_step() -> Iterator[None]:
     On a CPU that of an LSTM would be oneDNN's if the batch requires no gradient, as if there was nothing to train;
     Inductor has no kernel for that in a graph with its backward.
 
-    On a GPU cuDNN's layers are operations of a replay only: the decompositions choose by device nothing but oneDNN.
+    On a GPU the decompositions have no other choice, so nothing that Inductor compiles calls cuDNN's layers.
     ``flatten_parameters`` has made the weights views of one buffer there, which do not overlap. A graph writes them in
-    place, so they stay that.
+    place, so they stay that. A replay on a GPU has not been tried.
     """
     from torch._decomp import decompositions
 
