@@ -7,6 +7,7 @@ import copy
 import logging
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -446,3 +447,198 @@ def test_vectors_of_eva_are_averaged_in_the_graph(two, optimizer, lower):
         assert "1 graph(s)" in made[rank][1]
         for one, other in zip(made[rank][0], expected[rank][0], strict=True):
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_ranks_that_update_by_other_kernels_stay_equal(two, optimizer):
+    """Compiled kernels round otherwise than the optimizer's own."""
+    found = two.run(mixed, optimizer=optimizer)
+    assert all(torch.equal(*pair) for pair in zip(found[0]["weights"], found[1]["weights"], strict=True))
+    assert "update outside of their graphs" in found[0]["explain"]
+    expected = two.run(branches, way="ddp", used=MIXED)
+    for made, wanted in zip(found[0]["weights"], expected[0], strict=True):
+        if optimizer == "SGD":
+            torch.testing.assert_close(made, wanted, rtol=1e-4, atol=1e-5)
+
+
+MIXED = [[1, 1, 1, 1, 1, 1, 1, 1, 1], [1, 0, 1, 0, 0, 1, 0, 1, 1]]
+
+
+def mixed(*, optimizer):
+    """Train by compiled steps a layer that the second rank does not always use."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Branches()
+    options = {"momentum": 0.9} if optimizer == "SGD" else {}
+    opt = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1, weight_decay=0.1, **options)
+    step_of = gradweave.compile(
+        model, lambda model, x, which: model(x, which).square().mean(), opt, mesh=dist.group.WORLD
+    )
+    for number, which in enumerate(MIXED[rank]):
+        step_of(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank)), which)
+    return {"weights": [p.detach().clone() for p in model.parameters()], "explain": step_of.explain()}
+
+
+def recorded():
+    """Record steps on the first rank only."""
+    from contextlib import nullcontext
+
+    rank, model = dist.get_rank(), make("mlp")
+    opt = optimizer_of(model.parameters(), "adamw")
+    step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD)
+    for number in range(8):
+        if rank == 0:
+            step_of.record((lambda *_: nullcontext()) if number in (2, 3) else None)
+        step_of(*batch("mlp", number, rank))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_rank_may_record_its_steps(two):
+    found = two.run(recorded)
+    assert all(torch.equal(*pair) for pair in zip(found[0], found[1], strict=True))
+
+
+class Experts(nn.Module):
+    """A layer that is always used, and one that a rare batch needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, is_rare):
+        x = self.always(x)
+        return x + self.rare(x) if is_rare else x
+
+
+def late(*, way, lower="replay", **options):
+    """Train with a layer that the second rank alone uses, for the first time in its fourth step."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Experts()
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def loss_of(model, x, is_rare):
+        return model(x, is_rare).square().mean()
+
+    if way == "ddp":
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        step_of = gradweave.compile(model, loss_of, opt, mesh=dist.group.WORLD, lower=lower, **options)
+    try:
+        for number in range(8):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+            is_rare = rank == 1 and number in (3, 4, 6)
+            if way == "ddp":
+                loss_of(wrapped, x, is_rare).backward()
+                opt.step()
+                opt.zero_grad()
+            else:
+                step_of(x, is_rare)
+    except gradweave.GradweaveError as error:
+        return str(error)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_a_layer_that_one_rank_comes_to_use_late(two, lower):
+    expected, made = two.run(late, way="ddp"), two.run(late, way="ours", lower=lower)
+    assert all(torch.equal(*pair) for pair in zip(made[0], made[1], strict=True))
+    tolerance = 0.0 if lower == "replay" else 1e-4
+    for one, other in zip(made[0], expected[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_a_late_layer_that_would_change_the_norm_of_all_is_an_error_on_all_ranks(two):
+    errors = two.run(late, way="ours", max_grad_norm=0.1)
+    assert all("come to have gradients on some ranks" in error for error in errors.values())
+
+
+def trains_a_loss(*, way):
+    """Train a layer of the loss, which begins differently on each rank."""
+    rank, model = dist.get_rank(), make("mlp")
+    torch.manual_seed(7 + rank)
+    head = nn.Linear(5, 5)
+    opt = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+
+    def loss_of(model, x, y):
+        return F.cross_entropy(head(model(x)), y)
+
+    if way == "ddp":
+        whole = DistributedDataParallel(nn.Sequential(model, head))
+    else:
+        step_of = gradweave.compile(model, loss_of, opt, mesh=dist.group.WORLD, lower="replay")
+    for number in range(5):
+        x, y = batch("mlp", number, rank)
+        if way == "ddp":
+            F.cross_entropy(whole(x), y).backward()
+            opt.step()
+            opt.zero_grad()
+        else:
+            step_of(x, y)
+    return [p.detach().clone() for p in (*model.parameters(), *head.parameters())]
+
+
+def test_parameters_of_the_loss_are_replicas_too(two):
+    expected, made = (two.run(trains_a_loss, way=way) for way in ("ddp", "ours"))
+    for rank in range(2):
+        assert all(torch.equal(*pair) for pair in zip(made[rank], expected[rank], strict=True))
+
+
+def departs(*, how):
+    """Let the second rank do something by itself; return the errors of both."""
+    rank, model = dist.get_rank(), make("conv" if how == "layout" else "mlp")
+    kind = "conv" if how == "layout" else "mlp"
+    opt = optimizer_of(model.parameters(), "sgd")
+    fails = [False]
+
+    def loss_of(model, x, y):
+        if fails[0]:
+            raise ValueError("on purpose")
+        return loss_fn(model, x, y)
+
+    step_of = gradweave.compile(model, loss_of, opt, mesh=dist.group.WORLD, lower="replay")
+    errors = []
+    for number in range(5):
+        if rank == 1 and number == 2 and how == "layout":
+            model.to(memory_format=torch.channels_last)
+        if rank == 1 and number == 0 and how == "frozen":
+            model[0].weight.requires_grad_(False)
+        fails[0] = number == 2 and (how == "all fail" or (how == "fails" and rank == 1))
+        try:
+            step_of(*batch(kind, number, rank))
+        except (ValueError, gradweave.GradweaveError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            if "on purpose" not in errors[-1]:
+                break
+    return errors
+
+
+@pytest.mark.parametrize("how", ["fails", "layout", "frozen"])
+def test_what_one_rank_does_alone_is_an_error_on_both_in_time(tmp_path, how):
+    world = World(tmp_path, 2, 1, timeout=timedelta(seconds=4))
+    try:
+        world.ask(departs, range(2), how=how)
+        errors = world.answers([0, 1], 60)
+    finally:
+        world.close()
+    assert errors[0][-1].startswith(("LostPeerError", "ReplicaError"))
+    assert errors[1][-1].startswith("ReplicaError")
+
+
+def test_a_step_that_fails_on_all_ranks_can_be_followed_by_others(two):
+    assert all(errors == ["ValueError: on purpose"] for errors in two.run(departs, how="all fail").values())
+
+
+def looks_up_sparsely():
+    model = nn.Embedding(5, 5, sparse=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    step_of = gradweave.compile(model, lambda m, x: m(x).square().mean(), opt, mesh=dist.group.WORLD)
+    try:
+        step_of(torch.tensor([0, 1]))
+    except gradweave.GradweaveError as error:
+        return str(error)
+    return "none"
+
+
+def test_sparse_gradients_are_refused(two):
+    assert all("construct the embedding with sparse=False" in error for error in two.run(looks_up_sparsely).values())

@@ -27,7 +27,10 @@ def part_of_default_store(name: str) -> Any:
 
     Its connection is a clone: a wait on the default store's own connection would hold up every other call there.
     """
-    return torch.distributed.PrefixStore(name, default_store().clone())  # type: ignore[attr-defined]
+    store = default_store()
+    part = torch.distributed.PrefixStore(name, store.clone())  # type: ignore[attr-defined]
+    part.set_timeout(store.timeout)  # a clone of a store in a file has torch's own
+    return part
 
 
 def group_count() -> int:
@@ -84,6 +87,11 @@ def starts_sum(node: torch.fx.Node) -> bool:
 def finishes_sum(node: torch.fx.Node) -> bool:
     """Return whether a node is what :func:`finish_sum` records."""
     return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def has_ended(group: Any) -> bool:
+    """Return whether a process group was destroyed."""
+    return group not in torch.distributed.distributed_c10d._world.pg_names
 
 
 def name_of_group(group: Any) -> str:

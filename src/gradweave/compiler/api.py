@@ -50,7 +50,7 @@ from gradweave.compiler.eager_fallback import EagerFallback, reason_of
 from gradweave.compiler.gradients import Clipping
 from gradweave.compiler.padding import pad_batch
 from gradweave.compiler.program import Program, StepOptions
-from gradweave.compiler.replica_group import ReplicaGroup
+from gradweave.compiler.replica_group import ReplicaGroup, named_replicas
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.schedule.costs import Costs
@@ -150,11 +150,14 @@ def compile(
             scale = None if scaler is None else scaler.get_scale()
             facts["the options"] = str((max_grad_norm, max_grad_value, scale, memory_budget, lower, reduce_dtype))
             facts |= describe_optimizer(optimizer)
-            facts |= describe_parameters(model.named_parameters(remove_duplicate=False))
-            facts |= describe_layouts(model.named_parameters())
+            facts |= describe_parameters(named_replicas(model, optimizer))
+            facts |= describe_layouts(named_replicas(model, optimizer))
             facts |= describe_buffers(model.named_buffers())
     clipping = Clipping(max_grad_norm, max_grad_value)
-    replicas = None if group is None else ReplicaGroup(model, optimizer, group, dtype=reduce_dtype)
+    replicas = None
+    if group is not None:
+        depend = max_grad_norm is not None or scaler is not None
+        replicas = ReplicaGroup(model, optimizer, group, dtype=reduce_dtype, updates_depend=depend)
     if mesh is None:
         announce_unaveraged()
     options = StepOptions(
@@ -229,7 +232,11 @@ class Step(AccumulatingAttachment):
             return self._take(batch, named)
         with naming_lost_peers("a step could not be taken"):
             self._replicas.begin_step(update=self._state.update)
-            return self._take(batch, named)
+            try:
+                return self._take(batch, named)
+            except BaseException:
+                self._replicas.step_failed()
+                raise
 
     def _take(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Take a step, in the way that fits."""
@@ -307,7 +314,10 @@ class Step(AccumulatingAttachment):
             self._eager_update(params)
         elif state.call is CallState.UPDATED:
             mark_stepped(self.optimizer)
-            self._weights_updated()
+            if self._replicas is not None and state.signals is not None:
+                if self._replicas.hear(state.signals):
+                    self._late_update()
+                self._replicas.end_step()
         return loss if extras is None else (loss, extras)
 
     def _step_without_graph(self, reason: str, given: Batch, params: Sequence[nn.Parameter]) -> Any:
@@ -442,11 +452,16 @@ class Step(AccumulatingAttachment):
         finally:
             hook.remove()
         self.optimizer.zero_grad()
-        self._weights_updated()
-
-    def _weights_updated(self) -> None:
         if self._replicas is not None:
             self._replicas.end_step()
+
+    def _late_update(self) -> None:
+        """Update the parameters that other ranks have sent gradients of, behind the update of all others."""
+        if self._options.clipping.max_value is not None:
+            params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            nn.utils.clip_grad_value_(params, self._options.clipping.max_value)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:

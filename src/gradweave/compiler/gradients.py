@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.amp import GradScaler
 from gradweave._compat.amp import scaler_tensors, unscale_in_place, update_scale_in_place
 from gradweave._compat.distributed import finish_sum, start_sum
 from gradweave._runtime.peers.gradient_messages import in_memory_order, laid_out_like
-from gradweave.step_graph.errors import PartialGradientsError, UnplannedGradientsError
+from gradweave.step_graph.errors import PartialGradientsError
 from gradweave.step_graph.nodes import gradient
 
 
@@ -70,6 +71,18 @@ def restore_if_infinite(
         tensor.copy_(torch.where(found_inf[0] > 0, old, tensor))
 
 
+class Signals(NamedTuple):
+    """What a rank tells the others of its step, beside its gradients; counts of ranks, once they are summed up.
+
+    Attributes:
+        updates_otherwise: Whether it updates by other kernels than the graph of such a step has.
+        has_unplanned: Whether it has gradients that no message carries.
+    """
+
+    updates_otherwise: float
+    has_unplanned: float
+
+
 @dataclass(frozen=True)
 class Averaging:
     """Averages of gradients over ranks.
@@ -79,29 +92,30 @@ class Averaging:
         share: What this rank's gradients are multiplied by.
         messages: Numbers of the trainable parameters in each message, in the order of sending.
         dtype: Dtype in which gradients travel; None for their own.
+        updates_otherwise: Whether the step's update is not the one that steps of this kind usually have: other kernels
+            round otherwise, and the other ranks must hear of it.
     """
 
     group_name: str
     share: float
     messages: tuple[tuple[int, ...], ...]
     dtype: torch.dtype | None = None
+    updates_otherwise: bool = False
 
-    def average(self, grads: list[torch.Tensor | None]) -> None:
-        """Put averages in the place of gradients.
+    def average(self, grads: list[torch.Tensor | None]) -> torch.Tensor:
+        """Put averages in the place of gradients, and return the sums of all ranks' signals.
 
         A message is laid out as :class:`~gradweave._runtime.peers.gradient_messages.GradientMessages` lays out those of
         eager steps: one rank may take a step eagerly that others take as a graph.
 
         Raises:
-            PartialGradientsError: If a gradient that a message is to carry is None.
-            UnplannedGradientsError: If there are gradients that no message carries.
+            PartialGradientsError: If a gradient that a message is to carry is None, or one is in no message.
         """
         planned = {number for message in self.messages for number in message}
-        unplanned = tuple(n for n, grad in enumerate(grads) if grad is not None and n not in planned)
-        if unplanned:
-            raise UnplannedGradientsError(unplanned)
+        if any(grad is not None and number not in planned for number, grad in enumerate(grads)):
+            raise PartialGradientsError("a gradient is in no message")
         sent = []
-        for message in self.messages:
+        for place, message in enumerate(self.messages):
             parts = []
             for number in message:
                 grad = grads[number]
@@ -109,13 +123,21 @@ class Averaging:
                     raise PartialGradientsError("a parameter that others may send a gradient for has none")
                 with gradient(number):
                     parts.append(in_memory_order((grad * self.share).to(self.dtype or grad.dtype)))
-            flags = torch.ones(len(message), dtype=parts[0].dtype, device=parts[0].device)
-            sent.append(start_sum(torch.cat([*parts, flags]), self.group_name))
-        for message, wire in zip(self.messages, sent, strict=True):
+            parts.append(torch.ones(len(message), dtype=parts[0].dtype, device=parts[0].device))
+            if place == 0:
+                own = [float(signal) for signal in Signals(self.updates_otherwise, False)]
+                parts.append(torch.tensor(own, dtype=parts[0].dtype, device=parts[0].device))
+            sent.append(start_sum(torch.cat(parts), self.group_name))
+        heard = []
+        for place, (message, wire) in enumerate(zip(self.messages, sent, strict=True)):
             given = [grad for number in message if (grad := grads[number]) is not None]
-            pieces = finish_sum(wire).split([*(grad.numel() for grad in given), len(given)])
+            rest = len(given) + (0 if place else len(Signals._fields))
+            pieces = finish_sum(wire).split([*(grad.numel() for grad in given), rest])
+            heard.append(pieces[-1])
             for number, grad, piece in zip(message, given, pieces, strict=False):
                 grads[number] = laid_out_like(piece, grad).to(grad.dtype)
+        signals: torch.Tensor = heard[0][-len(Signals._fields) :]
+        return signals
 
 
 def accumulate(grads: list[torch.Tensor | None], sums: Mapping[int, torch.Tensor], *, update: bool) -> None:

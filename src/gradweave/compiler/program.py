@@ -42,7 +42,6 @@ from gradweave.step_graph.errors import (
     NotOneGraphError,
     PartialGradientsError,
     RefusedError,
-    UnplannedGradientsError,
 )
 from gradweave.step_graph.objective import Objective, loss_output_of, outputs_of
 from gradweave.step_graph.recompute import is_checkpointed, with_recomputation
@@ -189,8 +188,7 @@ class Program:
 
     def run(self, *inputs: Any) -> list[Any]:
         """Take a step, or add up gradients for the one that updates; return the outputs of the forward."""
-        options, state = self._options, self._state
-        scaler = options.scaler
+        state, scaler = self._state, self._options.scaler
         every = [p for group in self._optimizer.param_groups for p in group["params"]]
         purpose, has_strays = self._purpose_of(inputs, every)
         params = [inputs[index] for index in purpose.trainable]
@@ -207,11 +205,6 @@ class Program:
                 except PartialGradientsError:
                     self._partial.add(purpose.trainable)
                     return self.run(*inputs)
-                except UnplannedGradientsError as error:
-                    if options.replicas is None:
-                        raise
-                    options.replicas.plan([params[number] for number in error.numbers])
-                    return self.run(*inputs)
             given = [*inputs, *sums, *scaler_inputs(scaler)]
             if state.mark is None:
                 variant, outputs = self._take(variant, given, inputs, sums)
@@ -224,7 +217,10 @@ class Program:
         variant.traced.count()
         for index in purpose.summed:
             params[index].grad = None
-        state.norm = outputs.pop() if len(outputs) > self._output_count else None
+        extras = outputs[self._output_count :]
+        del outputs[self._output_count :]
+        state.signals = extras.pop(0) if purpose.averaging is not None else None
+        state.norm = extras.pop() if extras else None
         state.call = CallState.UPDATED
         return outputs
 
@@ -261,7 +257,8 @@ class Program:
         gradients, and the update follows eagerly.
         """
         numbers = {p: number for number, p in enumerate(params)}
-        if trainable in self._partial or any(p not in numbers for message in replicas.messages for p in message):
+        planned = [p for message in replicas.messages for p in message]
+        if replicas.updates_apart or trainable in self._partial or any(p not in numbers for p in planned):
             return None
         messages = tuple(tuple(numbers[p] for p in message) for message in replicas.messages)
         return Averaging(replicas.name, replicas.share, messages, replicas.dtype)
@@ -371,9 +368,10 @@ class Program:
         options, trainable = self._options, purpose.trainable
         optimizer = OptimizerInputs(self._optimizer, [inputs[index] for index in trainable])
         scale = scaler_inputs(options.scaler)
-        recipe = Recipe(
-            options.clipping, sums, purpose.summed, purpose.update, purpose.averaging, purpose.scaling, scale
-        )
+        averaging = purpose.averaging
+        if averaging is not None and lower != options.lower:
+            averaging = replace(averaging, updates_otherwise=True)
+        recipe = Recipe(options.clipping, sums, purpose.summed, purpose.update, averaging, purpose.scaling, scale)
         exact = lower == "replay"
 
         def lower_forward(forward: Callable[..., Any]) -> tuple[TracedStep, Runnable]:
@@ -437,7 +435,7 @@ class Program:
         options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
         upper = None if options.costs is None or not recipe.update else self._plan(traced, options.costs)
         compiled = Compiled(traced, self._state, inputs, upper=upper)
-        if options.capture and optimizer.params[0].is_cuda and recipe.averaging is None:
+        if options.capture and optimizer.params[0].is_cuda and options.replicas is None:
             changed = traced.changed_inputs()
             return traced, Captured(compiled, self._in_place(changed, inputs), changed)
         return traced, compiled

@@ -47,6 +47,7 @@ class StepState:
         batch: The leaves of the batch of the current call.
         sums: The gradients of earlier micro-batches, by parameter.
         update: Whether the next step is to update, or only to add up gradients.
+        signals: Sums of what all ranks have told of the last step that was a graph; None where nothing is averaged.
         norm: Of all gradients in the last update; None where it is not computed.
         mark: The context of each task if steps are recorded, otherwise None.
         layers: The modules of the last recorded step, by number.
@@ -61,6 +62,7 @@ class StepState:
         self.batch: Sequence[Any] = ()
         self.sums: dict[nn.Parameter, torch.Tensor] = {}
         self.update = True
+        self.signals: torch.Tensor | None = None
         self.norm: torch.Tensor | None = None
         self.mark: Mark | None = None
         self.layers: tuple[str, ...] = ()

@@ -68,8 +68,8 @@ class TracedStep:
 
     Attributes:
         graph: Takes the inputs of the objective, the sums and the scale, then the optimizer's state, then its
-            hyperparameters; returns the forward's outputs, the norm of the gradients where there is one, and whether
-            the update was skipped where it can be.
+            hyperparameters; returns the forward's outputs, the ranks' signals if there are others, the norm of the
+            gradients where there is one, and whether the update was skipped where it can be.
         optimizer: The inputs that are the optimizer's.
         input_count: Number of inputs before the optimizer's.
         owners: For each input, the trainable parameter that it is, or belongs to; None for others.
@@ -167,9 +167,10 @@ def _trace(
         outputs = [output.detach() if isinstance(output, torch.Tensor) else output for output in outputs]
         if not recipe.update:
             return outputs
+        signals = None
         if recipe.averaging is not None:
             with phase("communication"):
-                recipe.averaging.average(grads)
+                signals = recipe.averaging.average(grads)
         with phase("gradients"):
             found_inf = recipe.scaling.unscale(grads, scale[0]) if recipe.scaling else None
             norm = clip(params, grads, recipe.clipping)
@@ -183,7 +184,7 @@ def _trace(
                 restore_if_infinite(guarded, before, found_inf)
         if recipe.scaling and found_inf is not None:
             recipe.scaling.advance(scale[0], scale[1], found_inf)
-        return [*outputs, *(extra for extra in (norm, found_inf) if extra is not None), *counts]
+        return [*outputs, *(extra for extra in (signals, norm, found_inf) if extra is not None), *counts]
 
     with as_it_was(), refuse_python_random(), mode, as_if_compiling(capturable):
         graph = trace_to_graph(step, as_eager=exact)(

@@ -14,19 +14,7 @@ class NotOneGraphError(GradweaveError):
 
 
 class PartialGradientsError(RefusedError):
-    """A step in which parameters get no gradient on this rank that others may send one for: it must ask them."""
-
-
-class UnplannedGradientsError(RefusedError):
-    """A step in which parameters get a gradient that are in no message to other ranks.
-
-    Args:
-        numbers: Of the trainable parameters.
-    """
-
-    def __init__(self, numbers: tuple[int, ...]) -> None:
-        self.numbers = numbers
-        super().__init__(numbers)
+    """A step whose gradients are not those of its messages: others may have one that it lacks, or the reverse."""
 
 
 class HookError(NotOneGraphError):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradweave._runtime.peers.replica_messages import naming_lost_peers
+from gradweave.errors import UnsupportedError
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,18 +55,27 @@ class GradientMessages:
         self._dtype = dtype
         self._share = 1.0 / dist.get_world_size(group)
 
-    def average(self) -> list[nn.Parameter]:
-        """Put averages in the place of all gradients, and return the parameters that no rank has a gradient of.
+    def average(self, signals: Sequence[float] = ()) -> tuple[list[nn.Parameter], list[float]]:
+        """Put averages in the place of all gradients.
 
         A gradient that this rank lacks, and another one has, counts as zero; one that no rank has stays None.
+
+        Args:
+            signals: Numbers that travel at the end of the first message, and are summed up.
+
+        Returns:
+            The parameters that no rank has a gradient of, and the sums of the signals.
         """
+        sums: list[float] = []
         with torch.no_grad(), naming_lost_peers("gradients could not be averaged"):
-            wires = [self._wire(params) for params in self.messages]
+            wires = [self._wire(params, () if n else signals) for n, params in enumerate(self.messages)]
             works = [dist.all_reduce(wire, group=self._group, async_op=True) for wire in wires]
             unused = []
-            for params, wire, work in zip(self.messages, wires, works, strict=True):
+            for number, (params, wire, work) in enumerate(zip(self.messages, wires, works, strict=True)):
                 work.wait()
-                *pieces, flags = wire.split([*(p.numel() for p in params), len(params)])
+                *pieces, flags = wire[: len(wire) - (0 if number else len(signals))].split(_sizes(params))
+                if not number and signals:
+                    sums = wire[-len(signals) :].tolist()
                 for p, piece, count in zip(params, pieces, flags.tolist(), strict=True):
                     if count == 0:
                         p.grad = None
@@ -74,14 +84,27 @@ class GradientMessages:
                         p.grad = laid_out_like(piece, p).to(p.dtype, copy=True)
                     else:
                         p.grad.copy_(laid_out_like(piece, p))
-            return unused
+            return unused, sums
 
-    def _wire(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
+    def _wire(self, params: Sequence[nn.Parameter], signals: Sequence[float]) -> torch.Tensor:
         first = params[0]
-        wire = first.new_zeros(sum(p.numel() for p in params) + len(params), dtype=self._dtype or first.dtype)
-        *pieces, flags = wire.split([*(p.numel() for p in params), len(params)])
+        wire = first.new_zeros(sum(_sizes(params)) + len(signals), dtype=self._dtype or first.dtype)
+        *pieces, flags = wire[: len(wire) - len(signals)].split(_sizes(params))
+        if signals:
+            wire[-len(signals) :] = torch.tensor(signals, dtype=wire.dtype)
         for place, (p, piece) in enumerate(zip(params, pieces, strict=True)):
             if p.grad is not None:
+                if p.grad.layout is not torch.strided:
+                    raise UnsupportedError(
+                        f"a sparse gradient of shape {tuple(p.grad.shape)}",
+                        "it cannot be averaged in a message",
+                        "construct the embedding with sparse=False",
+                    )
                 laid_out_like(piece, p).copy_(p.grad * self._share)
                 flags[place] = 1
         return wire
+
+
+def _sizes(params: Sequence[nn.Parameter]) -> list[int]:
+    """Return the elements of each gradient of a message, and of its flags."""
+    return [*(p.numel() for p in params), len(params)]

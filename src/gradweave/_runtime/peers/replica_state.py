@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,11 +13,11 @@ from gradweave._runtime.peers.replica_messages import naming_lost_peers
 from gradweave._runtime.replicas import Replicas, is_due, settings_of
 
 
-def broadcast_state(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks the first rank's parameters and buffers, before training."""
+def broadcast_state(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks the first rank's values of some tensors, which come in the same order on all ranks."""
     root = dist.get_global_rank(group, 0)
     with torch.no_grad(), naming_lost_peers("weights could not be shared"):
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in tensors:
             # A broadcast sends memory, not elements, and the layout may differ between ranks, as with channels last on
             # one of them: so a dense copy travels.
             dense = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -63,14 +65,24 @@ class ReplicaCheck:
         optimizer: The optimizer that takes the steps.
         group: The ranks that train together.
         technique: What trains, as its user calls it.
+        named: Return the parameters to compare, by name; None for the model's.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup, *, technique: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        group: dist.ProcessGroup,
+        *,
+        technique: str,
+        named: Callable[[], Iterable[tuple[str, torch.Tensor]]] | None = None,
+    ) -> None:
+        named = named or model.named_parameters
         self._steps = 0
         self._rounds = 0
         self._wants_hashes, self._has_hashes = True, False
         self._replicas = Replicas(
-            lambda: [(name, p) for name, p in model.named_parameters() if p.requires_grad],
+            lambda: [(name, p) for name, p in named() if p.requires_grad],
             group,
             of=technique,
             facts=lambda: settings_of(optimizer),

@@ -31,7 +31,7 @@ def send_behind_gradients(graph: Graph) -> None:
         used = node.all_input_nodes
         after = [earliest.get(n, place[n]) for n in used] + [written.get(memory, 0) for memory in memories_of(used)]
         when = max(after, default=place[node])
-        if starts_sum(node):
+        if starts_sum(node):  # in the order of all messages of the group
             when = last_sent = max(when, last_sent)
         earliest[node] = when
     for node in reversed(nodes):  # so that those that are moved to one place stay in their order
@@ -45,7 +45,8 @@ def _behind_no_message(nodes: list[Node]) -> set[Node]:
     waiting: set[Node] = set()
     sending: set[Node] = set()
     for node in nodes:
-        if finishes_sum(node) or any(used in waiting for used in node.all_input_nodes):
+        is_ours = finishes_sum(node) and phase_of(node) == "communication"  # and no message of the user's own
+        if is_ours or any(used in waiting for used in node.all_input_nodes):
             waiting.add(node)
     for node in reversed(nodes):
         if node.op != "call_function" or node in waiting or is_mutable(node):

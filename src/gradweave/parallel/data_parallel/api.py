@@ -156,7 +156,7 @@ class DataParallel(nn.Module, AccumulatingAttachment):
         attached.callback(self._lookout.close)
         self._learn()
         if self._group is not None:
-            broadcast_state(self.module, self._group)
+            broadcast_state((*self.module.parameters(), *self.module.buffers()), self._group)
 
     def _stop(self) -> None:
         """Apply what is pending; from here on the loop is stock."""

@@ -53,7 +53,7 @@ class StageReplicas:
         self._buffers = BufferBroadcast(module, group)
         self._trained: list[nn.Parameter] = []
         self._messages = GradientMessages((), group)
-        broadcast_state(module, group)
+        broadcast_state((*module.parameters(), *module.buffers()), group)
         self._plan_messages()
 
     def begin_step(self) -> None:
