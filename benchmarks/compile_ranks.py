@@ -28,8 +28,8 @@ from gradweave.compare.run import environment
 from gradweave.compare.statistics import is_claim, paired_ratio, percentiles
 
 RATIOS = (0.3, 0.6, 1.0, 1.5)
-SIZES = (1 << 20, OURS, 25 << 20)
-ROUNDS, STEPS = 7, 4
+SIZES = (OURS, 25 << 20)
+ROUNDS, STEPS = 5, 3
 FREE_MEGABITS = 10_000.0
 STOCK = {"ddp": "ddp_fused", "ddp, compiled": "ddp_compiled_fused"}
 BF16 = {"ddp, bf16 hook": "ddp_bf16_fused", "ddp, compiled, bf16 hook": "ddp_compiled_bf16_fused"}
