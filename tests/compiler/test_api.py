@@ -304,8 +304,8 @@ def left_behind(model, optimizer):
         "check_loss_fn",
         "StepState",
         "EagerFallback",
-        "_Parts",
-        "_CapturedParts",
+        "Parts",
+        "CapturedParts",
         "dynamo_compile",
     ],
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from inspect import unwrap
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.fx import GraphModule
 from torch.optim import Optimizer
 
 from gradweave._compat.autograd import parameters_behind, saved_tensors_are_hooked
@@ -36,6 +34,7 @@ from gradweave._runtime.peers.same_on_ranks import (
 )
 from gradweave._runtime.requirements import refuse_sharded
 from gradweave._runtime.wrapped_optimizers import without_wrapper
+from gradweave.compiler.captured_parts import CapturedParts, Parts, let_go, objective_of
 from gradweave.compiler.checks import (
     Lowering,
     NewShapes,
@@ -49,13 +48,13 @@ from gradweave.compiler.checks import (
 from gradweave.compiler.eager_fallback import EagerFallback, reason_of
 from gradweave.compiler.gradients import Clipping
 from gradweave.compiler.padding import pad_batch
-from gradweave.compiler.program import Program, StepOptions
+from gradweave.compiler.program import StepOptions
 from gradweave.compiler.replica_group import ReplicaGroup, named_replicas
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.schedule.costs import Costs
 from gradweave.step_graph.errors import HookError, NoStateError, NotOneGraphError, RefusedError
-from gradweave.step_graph.objective import loss_and_extras, mark_loss, on_device_of
+from gradweave.step_graph.objective import on_device_of
 from gradweave.step_graph.recording import Mark
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
@@ -189,9 +188,9 @@ class Step(AccumulatingAttachment):
         self.model = model
         self.optimizer = optimizer
         self._state = StepState(optimizer)
-        parts = _Parts(model, loss_fn, optimizer, self._state, options)
-        captured = _CapturedParts(parts)
-        self._eager_objective = _objective(captured)
+        parts = Parts(model, loss_fn, optimizer, self._state, options)
+        captured = CapturedParts(parts)
+        self._eager_objective = objective_of(captured)
         self._options = options
         self._replicas = options.replicas
         self._new_shapes = new_shapes
@@ -203,7 +202,7 @@ class Step(AccumulatingAttachment):
         self._known_step: Any = None
         self._forwards = parts.forwards
         self._objective, self._forget = dynamo_compile(
-            _objective(captured), captured.add_program, variants, exact=options.lower == "replay"
+            objective_of(captured), captured.add_program, variants, exact=options.lower == "replay"
         )
         self._captured = captured
         self._claims = ExitStack()
@@ -212,7 +211,7 @@ class Step(AccumulatingAttachment):
         # Runs once: in detach(), or when the step is dropped without it.
         if options.replicas is not None:
             self._claims.callback(options.replicas.close)
-        self._let_go = weakref.finalize(self, _let_go, captured, self._forget, self._claims)
+        self._let_go = weakref.finalize(self, let_go, captured, self._forget, self._claims)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take a step, as one graph if possible, and otherwise eagerly, with one warning.
@@ -471,71 +470,3 @@ def _shapes(leaves: Sequence[Any]) -> tuple[Any, ...]:
 def _wants_gradient(value: Any) -> bool:
     """Return whether a value in a batch needs a gradient, or passes one on; weights in a batch are weights."""
     return isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
-
-
-@dataclass
-class _Parts:
-    """What a step is made of.
-
-    Attributes:
-        programs: The graphs that Dynamo has captured.
-        forwards: The forward of each class of module, as it was when the last graph was captured.
-    """
-
-    model: nn.Module
-    loss_fn: Callable[..., Any]
-    optimizer: Optimizer
-    state: StepState
-    options: StepOptions
-    programs: list[Program] = field(default_factory=list)
-    forwards: dict[type[nn.Module], Any] = field(default_factory=dict)
-
-
-class _CapturedParts:
-    """The only reference that captured code has to a step's parts.
-
-    Dynamo keeps captured code, and all that it refers to, for as long as the process lives. So the parts hang on a
-    reference that is dropped when the step is gone.
-    """
-
-    def __init__(self, parts: _Parts) -> None:
-        self._parts: _Parts | None = parts
-
-    def open(self) -> _Parts:
-        """Return the parts."""
-        if self._parts is None:
-            raise GradweaveError("the step is gone; compile() the model again")
-        return self._parts
-
-    def add_program(self, forward: GraphModule, _: Any) -> Callable[..., list[Any]]:
-        """Return what runs a captured forward; Dynamo's backend."""
-        parts = self.open()
-        parts.forwards.update({type(module): type(module).forward for module in parts.model.modules()})
-        number = len(parts.programs)
-        parts.programs.append(Program(forward, parts.model, parts.optimizer, parts.state, parts.options))
-
-        def run(*inputs: Any) -> list[Any]:
-            return self.open().programs[number].run(*inputs)
-
-        return run
-
-    def close(self, forget: Callable[[], None]) -> None:
-        """Drop the parts, and free what Dynamo has compiled."""
-        forget()
-        self._parts = None
-
-
-def _let_go(captured: _CapturedParts, forget: Callable[[], None], claims: ExitStack) -> None:
-    claims.close()
-    captured.close(forget)
-
-
-def _objective(captured: _CapturedParts) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """Return the function that is captured; its loss is marked."""
-
-    def objective(*batch: Any, **named: Any) -> tuple[torch.Tensor, Any]:
-        parts = captured.open()
-        loss, extras = loss_and_extras(parts.loss_fn(parts.model, *batch, **named))
-        return mark_loss(loss), extras
-
-    return objective
