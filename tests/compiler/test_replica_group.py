@@ -20,7 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradweave
 from gradweave import _logging, optim
+from gradweave._compat.distributed import finishes_sum, starts_sum
 from gradweave.compiler import replica_group
+from gradweave.step_graph.nodes import phase_of
 from parallel.data_parallel.models import batch, make, optimizer_of
 from worlds import World
 
@@ -191,6 +193,32 @@ def test_messages_of_single_layers_carry_the_same(two, lower):
     results = two.run(several_messages, kind="mlp", optimizer="sgd", lower=lower, accumulate=2)
     assert_same(results, tolerance=None if lower == "replay" else 1e-5)
     assert "2 ranks average 5 message(s)" in results[0][1]["explain"]
+
+
+def order_of_a_step():
+    """Return where in a step's graph messages are sent, where backward ends, and where the first one is waited for."""
+    before, buckets_size = replica_group.MESSAGE_BYTES, 1
+    replica_group.MESSAGE_BYTES = buckets_size
+    try:
+        model = make("gpt")
+        opt = optimizer_of(model.parameters(), "adamw")
+        step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay", max_grad_norm=1.0)
+        for number in range(3):
+            step_of(*batch("gpt", number, dist.get_rank()))
+    finally:
+        replica_group.MESSAGE_BYTES = before
+    (program,) = step_of._captured.open().programs
+    nodes = list(program._variants[-1].traced.graph.graph.nodes)
+    sends = [place for place, node in enumerate(nodes) if starts_sum(node)]
+    waits = [place for place, node in enumerate(nodes) if finishes_sum(node)]
+    return sends, waits, max(place for place, node in enumerate(nodes) if phase_of(node) == "backward")
+
+
+def test_messages_leave_while_backward_goes_on(two):
+    sends, waits, end = two.run(order_of_a_step)[0]
+    assert len(sends) == len(waits) > 5
+    assert sum(place < end for place in sends) >= len(sends) - 2
+    assert min(waits) > end
 
 
 def freezes(step, model):

@@ -74,13 +74,27 @@ def restore_if_infinite(
 class Signals(NamedTuple):
     """What a rank tells the others of its step, beside its gradients; counts of ranks, once they are summed up.
 
+    They are compared with zero only: in a message of bfloat16 a count of many ranks is no exact number.
+
     Attributes:
-        updates_otherwise: Whether it updates by other kernels than the graph of such a step has.
+        updates_usually: Whether it updates by the kernels that the graph of such a step usually has.
+        updates_otherwise: Whether it updates by others.
         has_unplanned: Whether it has gradients that no message carries.
     """
 
+    updates_usually: float
     updates_otherwise: float
-    has_unplanned: float
+    has_unplanned: float = 0.0
+
+    @classmethod
+    def of(cls, updates_otherwise: bool, *, has_unplanned: bool = False) -> Signals:
+        """Return the signals of a rank."""
+        return cls(float(not updates_otherwise), float(updates_otherwise), float(has_unplanned))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether ranks update in different ways."""
+        return self.updates_usually != 0 and self.updates_otherwise != 0
 
 
 @dataclass(frozen=True)
@@ -123,10 +137,11 @@ class Averaging:
                     raise PartialGradientsError("a parameter that others may send a gradient for has none")
                 with gradient(number):
                     parts.append(in_memory_order((grad * self.share).to(self.dtype or grad.dtype)))
-            parts.append(torch.ones(len(message), dtype=parts[0].dtype, device=parts[0].device))
+            # Not of a constant, which would have its own place in the graph, and hold the message up.
+            like = parts[0]
+            parts.append(like.new_ones(len(message)))
             if place == 0:
-                own = [float(signal) for signal in Signals(self.updates_otherwise, False)]
-                parts.append(torch.tensor(own, dtype=parts[0].dtype, device=parts[0].device))
+                parts += [like.new_full((1,), signal) for signal in Signals.of(self.updates_otherwise)]
             sent.append(start_sum(torch.cat(parts), self.group_name))
         heard = []
         for place, (message, wire) in enumerate(zip(self.messages, sent, strict=True)):

@@ -183,8 +183,8 @@ class Program:
         self._output_count = len(outputs_of(forward))
         self._variants: list[_Variant] = []
         self._times_made = 0
-        self._partial: set[tuple[int, ...]] = set()
-        """Trainable inputs of steps in which some get no gradient."""
+        self._partial: set[tuple[tuple[int, ...], int]] = set()
+        """Trainable inputs of steps whose gradients are not those of the messages of that number."""
 
     def run(self, *inputs: Any) -> list[Any]:
         """Take a step, or add up gradients for the one that updates; return the outputs of the forward."""
@@ -203,7 +203,7 @@ class Program:
                     with compile_lock(), preserve_generators(params[0].device):
                         variant = self._make(purpose, inputs, sums)
                 except PartialGradientsError:
-                    self._partial.add(purpose.trainable)
+                    self._partial.add((purpose.trainable, self._plan_number()))
                     return self.run(*inputs)
             given = [*inputs, *sums, *scaler_inputs(scaler)]
             if state.mark is None:
@@ -248,6 +248,9 @@ class Program:
         lower: Lowering = self._options.lower if state.mark is None else "replay"
         return _Purpose(trainable, repeated, summed, update, averaging, scaling, lower), has_strays
 
+    def _plan_number(self) -> int:
+        return 0 if self._options.replicas is None else self._options.replicas.plan_number
+
     def _averaging(
         self, replicas: ReplicaGroup, trainable: tuple[int, ...], params: Sequence[nn.Parameter]
     ) -> Averaging | None:
@@ -258,7 +261,8 @@ class Program:
         """
         numbers = {p: number for number, p in enumerate(params)}
         planned = [p for message in replicas.messages for p in message]
-        if replicas.updates_apart or trainable in self._partial or any(p not in numbers for p in planned):
+        is_partial = (trainable, replicas.plan_number) in self._partial or any(p not in numbers for p in planned)
+        if replicas.updates_apart or is_partial:
             return None
         messages = tuple(tuple(numbers[p] for p in message) for message in replicas.messages)
         return Averaging(replicas.name, replicas.share, messages, replicas.dtype)

@@ -15,10 +15,11 @@ from gradweave._logging import announce
 from gradweave._runtime.buckets import MESSAGE_BYTES, message_params, params_by_layer
 from gradweave._runtime.lendable_ranks import lendable_ranks
 from gradweave._runtime.optimizer_steps.independence import check_independent
-from gradweave._runtime.peers.gradient_messages import GradientMessages
+from gradweave._runtime.peers.gradient_messages import GradientMessages, real_numbers
 from gradweave._runtime.peers.groups import common_name
 from gradweave._runtime.peers.lockstep import Changes
 from gradweave._runtime.peers.replica_state import BufferBroadcast, ReplicaCheck, broadcast_state
+from gradweave._runtime.peers.same_on_ranks import same_on_ranks
 from gradweave.compiler.gradients import Signals
 from gradweave.errors import GradweaveError, UnsupportedError
 
@@ -62,6 +63,7 @@ class ReplicaGroup:
 
     Attributes:
         updates_apart: Whether updates run outside of graphs.
+        plan_number: Number of the present messages; another one for other messages.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class ReplicaGroup:
         self._buffers_are_due = True
         self._calls = 0
         self._has_failed = False
+        self._is_over: GradweaveError | None = None
         self._lent = lendable_ranks(optimizer)
         self._updates_depend = updates_depend or self._lent is not None
         broadcast_state([*(p for _, p in named_replicas(model, optimizer)), *model.buffers()], group)
@@ -100,7 +103,8 @@ class ReplicaGroup:
         self._layout = _layout_of(self._trained)
         self._knows_unused = False
         self._unused: dict[nn.Parameter, None] = {}
-        self._messages = self._messages_of(self._trained)
+        self.plan_number = 0
+        self._make_messages()
         if self._lent is not None:
             self._lent.lend(group, lender=_TECHNIQUE)
 
@@ -133,6 +137,8 @@ class ReplicaGroup:
         Args:
             update: Whether the step updates, and so averages.
         """
+        if self._is_over is not None:
+            raise self._is_over
         if has_ended(self._group):
             raise GradweaveError("compile: the process group of mesh= has ended; make groups and compile() again")
         self._calls += 1
@@ -158,11 +164,10 @@ class ReplicaGroup:
     def average(self) -> None:
         """Average all gradients that are there: for a step that updates eagerly."""
         unplanned = any(p.grad is not None for p in self._unused)
-        unused, sums = self._messages.average(Signals(updates_otherwise=True, has_unplanned=unplanned))
+        unused, sums = self._messages.average(Signals.of(True, has_unplanned=unplanned))
         if not self._knows_unused:  # all ranks see the same flags
             self._knows_unused = True
-            self._unused = dict.fromkeys(unused)
-            self._make_messages()
+            self._leave_out(unused)
         elif sums:
             self._take_in(Signals(*sums))
 
@@ -172,13 +177,15 @@ class ReplicaGroup:
         Returns:
             Whether parameters have got gradients from other ranks that the graph knew nothing of.
         """
-        return self._take_in(Signals(*signals.tolist()))
+        return self._take_in(Signals(*real_numbers(signals)))
 
     def end_step(self) -> None:
         """Note that weights were updated; make them equal again where ranks have updated in different ways."""
         if self._is_mixed:
             self._is_mixed = False
-            broadcast_state(self._everything(), self._group)
+            with same_on_ranks(self._group, technique=_TECHNIQUE) as facts:  # what is sent must be alike
+                facts |= {name: f"{tuple(x.shape)} {x.dtype}" for name, x in self._everything()}
+            broadcast_state((tensor for _, tensor in self._everything()), self._group)
             self._mixed_steps += 1
             if self._mixed_steps == _MOST_MIXED:
                 self.updates_apart = True
@@ -191,20 +198,25 @@ class ReplicaGroup:
         self._check.step_taken()
 
     def _take_in(self, signals: Signals) -> bool:
-        self._is_mixed = 0 < signals.updates_otherwise < self._size or signals.has_unplanned > 0
+        self._is_mixed = signals.is_mixed
         if not signals.has_unplanned:
             return False
         if self._updates_depend or self._is_coupled():
-            raise UnsupportedError(
+            # Some ranks have updated, and others have not.
+            self._is_over = UnsupportedError(
                 "parameters that come to have gradients on some ranks",
                 "no rank had one of them in the first step, and the update of the others depends on them",
-                "let them take part in the first step of one rank at least, or compile() again",
+                "let them take part in the first step of one rank at least, and start again from a checkpoint",
             )
-        late = list(self._unused)
-        unused, _ = self._messages_of(late).average()
-        self._unused = dict.fromkeys(unused)
-        self._make_messages()
+            raise self._is_over
+        unused, _ = self._messages_of(list(self._unused)).average()
+        self._leave_out(unused)
         return True
+
+    def _leave_out(self, unused: Sequence[nn.Parameter]) -> None:
+        """Leave parameters that no rank has a gradient of out of the messages; not all: there must be a message."""
+        self._unused = dict.fromkeys(unused) if len(unused) < len(self._trained) else {}
+        self._make_messages()
 
     def _is_coupled(self) -> bool:
         """Return whether the optimizer cannot update some parameters after the others."""
@@ -214,14 +226,14 @@ class ReplicaGroup:
             return True
         return False
 
-    def _everything(self) -> Iterator[torch.Tensor]:
+    def _everything(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield weights, and tensors of the optimizer's state, in an order that is the same on all ranks."""
-        for _, p in named_replicas(self._model, self._optimizer):
-            yield p
+        for name, p in named_replicas(self._model, self._optimizer):
+            yield f"parameter {name}", p
             state = self._optimizer.state.get(p, {})
             for key in sorted(state, key=str):
                 if isinstance(state[key], torch.Tensor):
-                    yield state[key]
+                    yield f"the optimizer's {key} of parameter {name}", state[key]
 
     # What is trained
 
@@ -244,13 +256,21 @@ class ReplicaGroup:
 
     def _make_messages(self) -> None:
         self._messages = self._messages_of([p for p in self._trained if p not in self._unused])
+        self.plan_number += 1
+        # An optimizer with statistics of its own sends those of all its parameters, and a graph knows only its own.
+        if self._lent is not None and sum(map(len, self.messages)) < len(self._parameters()):
+            self.updates_apart = True
 
     def _messages_of(self, params: Sequence[nn.Parameter]) -> GradientMessages:
         layers = params_by_layer(self._model, params)
         return GradientMessages(message_params(layers, 0, MESSAGE_BYTES), self._group, self.dtype)
 
     def _trained_now(self) -> list[nn.Parameter]:
-        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        """Return what the next step may update: one that was frozen may have a gradient of an earlier micro-batch."""
+        return [p for p in self._parameters() if p.requires_grad or p.grad is not None]
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
 
 
 def _layout_of(params: Sequence[nn.Parameter]) -> Layout:

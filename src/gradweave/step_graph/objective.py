@@ -106,6 +106,13 @@ def differentiate(
         return outputs, params, _own_memory(params, grads)
 
 
+def _copied_like(p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a gradient that is laid out as its parameter; as an operation that writes nothing, if it can."""
+    if p.is_contiguous():
+        return grad.clone(memory_format=torch.contiguous_format)
+    return torch.empty_like(p).copy_(grad)
+
+
 def _own_memory(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Return gradients as autograd accumulates them into ``.grad``.
 
@@ -123,6 +130,6 @@ def _own_memory(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | N
             raise NotOneGraphError(f"a parameter of shape {tuple(p.shape)} has a gradient of layout {grad.layout}")
         memory = memory_of(grad)
         is_own = memory not in seen and grad.stride() == p.stride()
-        own.append(grad if is_own else torch.empty_like(p).copy_(grad))
+        own.append(grad if is_own else _copied_like(p, grad))
         seen.add(memory)
     return own

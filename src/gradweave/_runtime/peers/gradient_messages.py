@@ -16,6 +16,12 @@ from gradweave._runtime.peers.replica_messages import naming_lost_peers
 from gradweave.errors import UnsupportedError
 
 
+def real_numbers(tensor: torch.Tensor) -> list[float]:
+    """Return numbers that have travelled with gradients, which may be complex."""
+    numbers: list[float] = (tensor.real if tensor.is_complex() else tensor).tolist()
+    return numbers
+
+
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor as a flat one, in the order of its memory: a view, unless there are gaps."""
     order = _dimensions_by_stride(tensor)
@@ -75,7 +81,7 @@ class GradientMessages:
                 work.wait()
                 *pieces, flags = wire[: len(wire) - (0 if number else len(signals))].split(_sizes(params))
                 if not number and signals:
-                    sums = wire[-len(signals) :].tolist()
+                    sums = real_numbers(wire[-len(signals) :])
                 for p, piece, count in zip(params, pieces, flags.tolist(), strict=True):
                     if count == 0:
                         p.grad = None

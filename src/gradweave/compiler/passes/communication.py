@@ -23,6 +23,7 @@ def send_behind_gradients(graph: Graph) -> None:
     place = {node: number for number, node in enumerate(nodes)}
     earliest: dict[Node, int] = {}
     written: dict[int, int] = {}
+    first = max((place[node] for node in nodes if node.op == "placeholder"), default=0)
     last_sent = 0
     for node in nodes:
         if node not in movable:
@@ -30,7 +31,7 @@ def send_behind_gradients(graph: Graph) -> None:
             continue
         used = node.all_input_nodes
         after = [earliest.get(n, place[n]) for n in used] + [written.get(memory, 0) for memory in memories_of(used)]
-        when = max(after, default=place[node])
+        when = max(after, default=first)  # what needs nothing, such as the flags of a message
         if starts_sum(node):  # in the order of all messages of the group
             when = last_sent = max(when, last_sent)
         earliest[node] = when
