@@ -670,3 +670,62 @@ def looks_up_sparsely():
 
 def test_sparse_gradients_are_refused(two):
     assert all("construct the embedding with sparse=False" in error for error in two.run(looks_up_sparsely).values())
+
+
+def freezes_between(*, lower):
+    """Freeze a layer behind the first micro-batch of a step, whose gradients wait to be averaged."""
+    rank, model = dist.get_rank(), make("mlp")
+    opt = optimizer_of(model.parameters(), "sgd")
+    step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower=lower)
+    for number in range(5):
+        with step_of.no_update():
+            step_of(*batch("mlp", 10 * number, rank))
+        if number == 2:
+            model[0].requires_grad_(False)
+        step_of(*batch("mlp", 10 * number + 1, rank))
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("lower", ["replay", "inductor"])
+def test_a_layer_that_is_frozen_between_micro_batches(two, lower):
+    found = two.run(freezes_between, lower=lower)
+    assert all(torch.equal(*pair) for pair in zip(found[0], found[1], strict=True))
+
+
+def nothing_at_first():
+    """Train parameters of which no rank has a gradient in the first steps."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Experts()
+    opt = torch.optim.SGD(model.rare.parameters(), lr=0.1)
+    step_of = gradweave.compile(
+        model, lambda m, x, is_rare: m(x, is_rare).square().mean(), opt, mesh=dist.group.WORLD, lower="replay"
+    )
+    for number in range(5):
+        step_of(torch.randn(3, 4, generator=torch.Generator().manual_seed(number + 9 * rank)), number > 1 and rank == 0)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_first_step_without_any_gradient(two):
+    found = two.run(nothing_at_first)
+    assert all(torch.equal(*pair) for pair in zip(found[0], found[1], strict=True))
+
+
+def eva_beside_branches():
+    """Train with vectors, and a layer that nothing uses, in steps that ranks take in different ways."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = Branches()
+    opt = optim.EvaF(model, lr=0.02)
+    step_of = gradweave.compile(
+        model, lambda m, x, which: m(x, which).square().mean(), opt, mesh=dist.group.WORLD, lower="replay"
+    )
+    for number in range(6):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+        step_of(x, number < 2 or number % 2 == rank)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_eva_beside_a_layer_that_nothing_uses(two):
+    found = two.run(eva_beside_branches)
+    assert all(torch.equal(*pair) for pair in zip(found[0], found[1], strict=True))

@@ -170,6 +170,7 @@ class PipelinePart:
         has_last_linear: Whether the model's last linear layer is on this rank.
         enlist: Announce, without waiting, that an optimizer of this rank will ask the others; returns its name.
         all_agree: Return whether a flag is set on all ranks; optimizers of that name ask at the same point.
+        replicas: Return the ranks that have these layers in other pipelines; None if there are none.
     """
 
     ranks: int
@@ -178,6 +179,7 @@ class PipelinePart:
     has_last_linear: bool
     enlist: Callable[[], str]
     all_agree: Callable[[str, torch.Tensor], torch.Tensor]
+    replicas: Callable[[], Any] = lambda: None
 
 
 def pipeline_part(model: nn.Module) -> PipelinePart | None:

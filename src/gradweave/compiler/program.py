@@ -234,7 +234,9 @@ class Program:
             index for index, x in enumerate(inputs) if id(x) in own and x.requires_grad and index not in again
         )
         if not trainable:
-            raise RefusedError("the loss depends on no parameter of the optimizer that requires a gradient")
+            reason = "the loss depends on no parameter of the optimizer that requires a gradient"
+            # Where there are other ranks, they may have gradients that this one has to average with them.
+            raise RefusedError(reason) if self._options.replicas is None else NotOneGraphError(reason)
         params = [inputs[index] for index in trainable]
         known = set(map(id, params))
         has_strays = state.update and any(p.grad is not None and id(p) not in known for p in every)

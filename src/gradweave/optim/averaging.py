@@ -41,7 +41,7 @@ class Ranks:
         if process_group is not None and not isinstance(process_group, str):
             _check_member(process_group)
         self._given = process_group
-        self._is_pipeline_part = pipeline_part(model) is not None
+        self._part = pipeline_part(model)
         self._lent: dist.ProcessGroup | None = None
         self._lender: str | None = None
         self.wrapper = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
@@ -92,8 +92,11 @@ class Ranks:
         if not isinstance(self._given, str):
             self._check_given()
             return self._given
-        if self._is_pipeline_part or not (dist.is_available() and dist.is_initialized()):
-            return None  # other ranks of a pipeline have other layers
+        if self._part is not None:  # other ranks of a pipeline have other layers
+            group: dist.ProcessGroup | None = self._part.replicas()
+            return group
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
         self._find_wrapper()
         if self.wrapper is not None:
             if joins_uneven_inputs(self.wrapper):
@@ -101,8 +104,7 @@ class Ranks:
                     "Eva averages vectors over ranks in each step, and under DistributedDataParallel.join() ranks end "
                     "at different steps; give all ranks the same number of batches"
                 )
-            group: dist.ProcessGroup = self.wrapper.process_group
-            return group
+            return self.wrapper.process_group
         return dist.group.WORLD if dist.get_world_size() > 1 else None
 
     def _check_given(self) -> None:

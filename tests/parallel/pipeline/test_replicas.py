@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD
 
 import gradweave
+from gradweave.optim import Eva
 from gradweave.parallel.pipeline import Pipeline
 from parallel.pipeline.models import batch, loss_fn, make, stock_step
 from worlds import World
@@ -136,3 +137,52 @@ def test_a_rank_that_is_lost_is_an_error_in_both_pipelines(tmp_path):
         assert kind == "LostPeerError"
         assert seconds < 40
         assert whole
+
+
+def ends_equal(*, optimizer, freezes=False):
+    """Train in micro-batches, perhaps with a layer that is frozen behind the first of them; return the weights."""
+    pipe, number = pipeline_of("gpt")
+    opt = Eva(pipe.module, lr=0.02) if optimizer == "Eva" else SGD(pipe.module.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        with pipe.no_update():
+            pipe.step(*batch("gpt", seed=4 * step + number))
+        if freezes and step == 2:
+            next(iter(pipe.module.parameters())).requires_grad_(False)
+        pipe.step(*batch("gpt", seed=4 * step + 2 + number))
+        opt.step()
+        opt.zero_grad()
+    weights = [p.detach().clone() for p in pipe.module.parameters()]
+    pipe.close()
+    return weights
+
+
+@pytest.mark.parametrize(("optimizer", "freezes"), [("Eva", False), ("SGD", True)])
+def test_replicas_stay_equal(four, optimizer, freezes):
+    """Vectors are averaged over replicas, too, and gradients of a layer that was frozen since."""
+    found = four.run(ends_equal, optimizer=optimizer, freezes=freezes)
+    for stage in (0, 1):
+        assert all(torch.equal(*pair) for pair in zip(found[stage], found[stage + 2], strict=True))
+
+
+def departs():
+    """Change a weight of one replica by hand; return the errors."""
+    pipe, number = pipeline_of("gpt")
+    try:
+        for step in range(6):
+            if step == 1 and number == 1:
+                with torch.no_grad():
+                    next(iter(pipe.module.parameters())).add_(1.0)
+            pipe.step(*batch("gpt", seed=2 * step + number))
+    except gradweave.GradweaveError as error:
+        return str(error)
+    return "none"
+
+
+def test_replicas_whose_weights_come_to_differ_are_an_error(tmp_path):
+    world = World(tmp_path, 4, 1, timeout=timedelta(seconds=15))
+    try:
+        errors = world.run(departs)
+    finally:
+        world.close()
+    assert any("weights differ" in error for error in errors.values())
+    assert "none" not in errors.values()

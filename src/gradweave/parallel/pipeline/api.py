@@ -179,7 +179,9 @@ class Pipeline(AccumulatingAttachment):
             )
             for stage in stages
         ]  # fmt: skip
-        self._claims = OptimizerClaims(layers, list(self.module), self._tied.own, peers)
+        self._claims = OptimizerClaims(
+            layers, list(self.module), self._tied.own, peers, lambda: self._replicas and self._replicas.group
+        )
         self._runtime = make_runtime(
             program.policy, program.ranks, self._stages, program.microbatches, self._loss, self._trial
         )

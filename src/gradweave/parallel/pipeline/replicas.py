@@ -18,6 +18,7 @@ from gradweave._runtime.peers.same_on_ranks import (
     describe_parameters,
     same_on_ranks,
 )
+from gradweave._runtime.replicas import Replicas
 
 _TECHNIQUE = "Pipeline"
 
@@ -51,6 +52,7 @@ class StageReplicas:
             common_name("gradweave-pipeline-replicas", group), technique=_TECHNIQUE, timeout=timeout
         )
         self._buffers = BufferBroadcast(module, group)
+        self._check = Replicas(lambda: [*module.named_parameters()], group, of=_TECHNIQUE)
         self._trained: list[nn.Parameter] = []
         self._messages = GradientMessages((), group)
         broadcast_state((*module.parameters(), *module.buffers()), group)
@@ -58,12 +60,19 @@ class StageReplicas:
 
     def begin_step(self) -> None:
         """Take over the first replica's buffers, and agree on what is trained if that has changed."""
-        trained = [p for p in self._module.parameters() if p.requires_grad]
+        trained = self._trained_now()
         if len(trained) != len(self._trained) or any(p is not q for p, q in zip(trained, self._trained, strict=True)):
-            numbers = ",".join(str(n) for n, p in enumerate(self._module.parameters()) if p.requires_grad)
+            known = set(map(id, trained))
+            numbers = ",".join(str(n) for n, p in enumerate(self._module.parameters()) if id(p) in known)
             self._changes.agree("which parameters are trained has changed", numbers, self._ranks)
             self._plan_messages()
+        self._check.check_now_and_then()
         self._buffers.run()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks; None once the group is left."""
+        return self._group
 
     def average(self) -> None:
         """Average all gradients; those that were averaged before are the same on all ranks, and stay what they are."""
@@ -81,9 +90,13 @@ class StageReplicas:
             end_group(self._group)
             self._group = None
 
+    def _trained_now(self) -> list[nn.Parameter]:
+        """Return what may be updated: a layer that was frozen may have gradients of an earlier micro-batch."""
+        return [p for p in self._module.parameters() if p.requires_grad or p.grad is not None]
+
     def _plan_messages(self) -> None:
         """Make messages of whole layers, from the last to the first."""
-        self._trained = [p for p in self._module.parameters() if p.requires_grad]
+        self._trained = self._trained_now()
         layers = params_by_layer(self._module, self._trained)
         if self._group is not None:
             self._messages = GradientMessages(message_params(layers, 0, MESSAGE_BYTES), self._group)

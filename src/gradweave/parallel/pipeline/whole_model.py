@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -111,6 +111,7 @@ class OptimizerClaims:
         own: The layers on this rank.
         tied: Parameters of this rank that other ranks have too.
         peers: The ranks.
+        replicas: Return the ranks that have these layers in other pipelines; None if there are none.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class OptimizerClaims:
         own: Sequence[nn.Module],
         tied: Sequence[nn.Parameter],
         peers: PipelinePeers,
+        replicas: Callable[[], Any],
     ) -> None:
         modules = [module for _, layer in layers for module in layer.modules()]
         linears = [module for module in modules if isinstance(module, nn.Linear)]
@@ -133,6 +135,7 @@ class OptimizerClaims:
             bool(linears) and id(linears[-1]) in here,
             self._enlist,
             self._all_agree,
+            replicas,
         )
         self._claims = ExitStack()
         for layer in own:
