@@ -36,6 +36,10 @@ CLAIMS = (
         ("suite-start-h200.csv",), "suite.py cold --results FILE",
     ),
     Claim(
+        "docs/compile.md", "`compile(mesh=)` against DDP, eager and compiled",
+        ("compile-ranks.csv",), "compile_ranks.py --results FILE --ratio 0.6 --ratio 1.0",
+    ),
+    Claim(
         "docs/compile.md", "GPT-2 against JAX; what clipping costs",
         ("whole-step-h200.csv",), "whole_step.py time --results FILE", "9c51829",
     ),

@@ -61,6 +61,33 @@ def data_parallel_stock_table(results: Results) -> str:
     return table(header, rows)
 
 
+COMPILED = "compile-ranks.csv"
+COMPILED_WAYS = (
+    "ddp", "ddp, compiled", "ddp, bf16 hook", "ddp, compiled, bf16 hook", "compile(mesh=), replay", "compile(mesh=)",
+    "compile(mesh=), bf16",
+)  # fmt: skip
+
+
+def compile_ranks_table(results: Results) -> str:
+    """Write how many times as fast as the best float32 DDP a compiled step on two ranks is."""
+    rows = []
+    for r in sorted({row["r"] for row in results.rows(COMPILED)}, key=float):
+        own = {row["variant"]: row for row in results.rows(COMPILED, r=r)}
+        best = own[own["ddp"]["best_stock"]]
+        rows.append([
+            r, f"{float(best['compute_ms']):.0f}", f"{float(best['ms_50']):.0f}, {best['variant']}",
+            *(_over_best(own[name]) for name in COMPILED_WAYS), interval(best, "a_a", "a_a_low", "a_a_high"),
+        ])  # fmt: skip
+    header = (
+        "r",
+        "computation, ms",
+        "best DDP, ms",
+        *(f"`{n}`" if "(" in n else n for n in COMPILED_WAYS),
+        "DDP again",
+    )
+    return table(header, rows)
+
+
 def _points(results: Results) -> dict[tuple[str, str], dict[str, Row]]:
     points: dict[tuple[str, str], dict[str, Row]] = {}
     for row in results.rows(BEST_DDP):

@@ -221,3 +221,15 @@ def test_results_have_no_paths_of_the_machine_they_were_measured_on(figures):
         if not name.endswith(".png"):
             found = path.search((ROOT / "benchmarks" / "results" / name).read_text())
             assert not found, f"{name}: {found}"
+
+
+def test_compiled_steps_of_several_ranks_are_compared_with_the_best_ddp(figures, tables, copy):
+    def changed(row):
+        own = {"over_best_stock": "0.7", "over_best_stock_low": "0.6", "over_best_stock_high": "0.8"}
+        return {**row, **own} if (row["r"], row["variant"]) == ("1.0", "compile(mesh=)") else row
+
+    before = tables["compile-ranks"](figures.Results(copy))
+    change_rows(copy, "compile-ranks.csv", changed)
+    after = tables["compile-ranks"](figures.Results(copy))
+    assert "0.700 [0.600, 0.800]" in after
+    assert "0.700 [0.600, 0.800]" not in before
