@@ -258,7 +258,7 @@ class ReplicaGroup:
         self._messages = self._messages_of([p for p in self._trained if p not in self._unused])
         self.plan_number += 1
         # An optimizer with statistics of its own sends those of all its parameters, and a graph knows only its own.
-        if self._lent is not None and sum(map(len, self.messages)) < len(self._parameters()):
+        if self._lent is not None and sum(map(len, self.messages)) < len(self._held()):
             self.updates_apart = True
 
     def _messages_of(self, params: Sequence[nn.Parameter]) -> GradientMessages:
@@ -267,9 +267,9 @@ class ReplicaGroup:
 
     def _trained_now(self) -> list[nn.Parameter]:
         """Return what the next step may update: one that was frozen may have a gradient of an earlier micro-batch."""
-        return [p for p in self._parameters() if p.requires_grad or p.grad is not None]
+        return [p for p in self._held() if p.requires_grad or p.grad is not None]
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def _held(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
 
