@@ -6,8 +6,8 @@ Two ranks, one core each, with real computation. For each ratio r of communicati
 buckets are ranked first, for eager steps and for compiled ones. Then all take turns: eager DDP with a fused optimizer;
 the same with model and loss under ``torch.compile``; both with torch's bf16 hook, which sends half of the bytes; our
 step, replayed and compiled, which sends float32, and compiled with bfloat16 messages. ``best_stock`` is the fastest of
-stock steps that average in float32, and takes turns with itself. Computation is what our compiled step takes on a free
-link.
+stock steps that average in float32; the one that is fastest in a first round takes turns with itself (``a_a``).
+Computation is what our compiled step takes on a free link.
 """
 
 from __future__ import annotations

@@ -410,11 +410,11 @@ def test_ranks_without_a_mesh_are_told_that_they_train_apart(two):
     assert heard[1] == []  # the first rank speaks for all
 
 
-def dies(*, at):
+def dies(*, at, lower):
     """Let the second rank end in a step; return the first one's error, how long it took, and whether weights stayed."""
     rank, model = dist.get_rank(), make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
-    step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay")
+    step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower=lower)
     for number in range(at):
         step_of(*batch("mlp", number, rank))
     if rank:
@@ -429,11 +429,11 @@ def dies(*, at):
     return "none", "", 0.0, True
 
 
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_lost_rank_is_an_error_and_leaves_weights_whole(tmp_path, at):
+@pytest.mark.parametrize(("at", "lower"), [(0, "replay"), (3, "replay"), (3, "inductor")])
+def test_a_lost_rank_is_an_error_and_leaves_weights_whole(tmp_path, at, lower):
     world = World(tmp_path, 2, 1)
     try:
-        world.ask(dies, range(2), at=at)
+        world.ask(dies, range(2), at=at, lower=lower)
         kind, message, seconds, whole = world.answers([0])[0]
     finally:
         world.close()
