@@ -97,7 +97,7 @@ class _StatisticsOptimizer(VectorOptimizer, Attachment):
                 )
             super().__init__(model, given, defaults, update_rule)
             self._fused = FusedStep(self)
-            self._first_step_check = FirstStepCheck(self._capture.layers)
+            self._first_step_check = FirstStepCheck(self._capture.layers, hold_nodes=not defaults["capturable"])
             self._attach()
             self._enlist()
         except BaseException:

@@ -40,7 +40,8 @@ SHARED_ARGUMENTS = """
     maximize: Whether to maximize the objective.
     foreach: Whether to update many tensors at once by torch's operations, or each by itself; by default many at once,
         and on a GPU in kernels of our own where they apply.
-    capturable: Accepted by convention: a step never waits for the device, and can always be captured.
+    capturable: Whether the loop will be captured. A step never waits for the device but the first, and can be captured
+        without it; with it, training may begin on another stream without torch's warning of autograd's nodes.
     faithful: Whether to follow the algorithm as published.
     reference: Whether to follow the choices of the authors' code.
 """

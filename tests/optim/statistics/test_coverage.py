@@ -9,6 +9,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from gradweave._logging import _log_once
 from gradweave.errors import ArgumentError, GradweaveError
@@ -138,6 +139,19 @@ def test_gradients_made_by_hand_are_used_as_they_are_with_a_warning(cls, caplog)
         optimizer.step()
     assert len(caplog.records) == 1
     assert not torch.equal(weights(model), before)
+
+
+def test_autograd_nodes_are_not_held_where_a_loop_will_be_captured():
+    kept, dropped = make_mlp(), make_mlp()
+    optimizers = Eva(kept), Eva(dropped, capturable=True)
+
+    def is_held(weight):
+        return get_gradient_edge(weight).node.metadata.setdefault("seen", False)
+
+    for model in (kept, dropped):
+        get_gradient_edge(model[0].weight).node.metadata["seen"] = True
+    assert [is_held(model[0].weight) for model in (kept, dropped)] == [True, False]
+    del optimizers
 
 
 def test_listening_ends_with_the_first_step_and_keeps_no_weight():

@@ -176,18 +176,21 @@ class FirstStepCheck:
 
     Args:
         layers: The layers with hooks.
+        hold_nodes: Whether autograd's nodes may be held until then, without which every backward that no hook has seen
+            counts as gradients that were assigned. A node belongs to the stream that it was made on; those who train
+            on another, as before the capture of a step, are warned of it by torch.
 
     Attributes:
         is_done: Whether the check has been made, once and for all.
     """
 
-    def __init__(self, layers: Sequence[CoveredLayer]) -> None:
+    def __init__(self, layers: Sequence[CoveredLayer], *, hold_nodes: bool = True) -> None:
         self.is_done = False
         self._layers = layers
         # A list that the hooks share with this object: nodes live as long as their leaves, and must not keep more.
         had_backward: list[bool] = []
         self._had_backward = had_backward
-        weights = [layer.weight for layer in layers if layer.weight.requires_grad]
+        weights = [layer.weight for layer in layers if hold_nodes and layer.weight.requires_grad]
         self._nodes = [torch.autograd.graph.get_gradient_edge(weight).node for weight in weights]
         self._handles = [node.register_prehook(lambda _: _note(had_backward)) for node in self._nodes]
 
