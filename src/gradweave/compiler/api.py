@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import update_wrapper
 from inspect import unwrap
 from typing import Any
 
@@ -47,12 +48,18 @@ from gradweave.compiler.checks import (
 )
 from gradweave.compiler.eager_fallback import EagerFallback, reason_of
 from gradweave.compiler.gradients import Clipping
+from gradweave.compiler.lanes import Clock, timeline_of
+from gradweave.compiler.left_work import LeftWork
 from gradweave.compiler.padding import pad_batch
+from gradweave.compiler.planning import DECIDED_BY_COSTS, StepPolicy, may_leave_work
 from gradweave.compiler.program import StepOptions
 from gradweave.compiler.replica_group import ReplicaGroup, named_replicas
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
+from gradweave.profile.cache import cached_costs
 from gradweave.schedule.costs import Costs
+from gradweave.schedule.schedule import Schedule
+from gradweave.schedule.timeline import Timeline
 from gradweave.step_graph.errors import HookError, NoStateError, NotOneGraphError, RefusedError
 from gradweave.step_graph.objective import on_device_of
 from gradweave.step_graph.recording import Mark
@@ -72,6 +79,7 @@ def compile(
     max_grad_value: float | None = None,
     scaler: GradScaler | None = None,
     memory_budget: float | None = None,
+    policy: StepPolicy = "auto",
     costs: Costs | None = None,
     lower: Lowering = "inductor",
     new_shapes: NewShapes = "compile",
@@ -109,9 +117,14 @@ def compile(
         memory_budget: Share of the activations that may be kept for backward, 0 to 1; the others are recomputed there.
             1, and None, is what ``torch.compile`` does; with ``lower="replay"``, None keeps all but those of
             ``torch.utils.checkpoint``.
-        costs: Of :func:`gradweave.profile.measure_costs`. Weight gradients and updates of the upper layers then run on
-            a second stream, beside the backward of the lower ones, where a schedule planned from the costs says that it
-            pays; not with clipping by norm, which needs all gradients first.
+        policy: Order and streams of the step's tasks: the name of one of :data:`gradweave.schedule.POLICIES` for one
+            device, or a Schedule. One that the step's dependencies do not allow is refused. Where it lets work run in
+            the next step, any look at a weight does that work first; so does :meth:`Step.flush`. ``"auto"`` leaves the
+            order to the compiler, but for ``costs``.
+        costs: Of :func:`gradweave.profile.measure_costs`, by which ``"joint"``, ``"cross_step"`` and ``"side_region"``
+            are planned; if there are none, these policies measure them in the second step, and keep them on disk. With
+            ``"auto"``, weight gradients and updates of the upper layers run on a second stream where a schedule planned
+            from the costs says that it pays; not with clipping by norm, which needs all gradients first.
         lower: ``"inductor"`` compiles the graph and, on a GPU, replays it as one CUDA graph; ``"replay"`` runs the
             traced operations as they are, bit for bit the eager step.
         new_shapes: Treatment of a batch of another shape, such as a short last one: ``"compile"`` makes one more graph,
@@ -135,6 +148,7 @@ def compile(
             scaler=scaler,
             memory_budget=memory_budget,
             costs=costs,
+            policy=policy,
             lower=lower,
             new_shapes=new_shapes,
             variants=variants,
@@ -160,10 +174,10 @@ def compile(
     if mesh is None:
         announce_unaveraged()
     options = StepOptions(
-        clipping, lower, scaler, memory_budget, costs, capture=True, report=lambda doing: report(f"compile: {doing}"),
-        replicas=replicas,
+        clipping, lower, scaler, memory_budget, policy, capture=True,
+        report=lambda doing: report(f"compile: {doing}"), replicas=replicas,
     )  # fmt: skip
-    return Step(model, loss_fn, optimizer, options, new_shapes=new_shapes, variants=variants)
+    return Step(model, loss_fn, optimizer, options, costs=costs, new_shapes=new_shapes, variants=variants)
 
 
 class Step(AccumulatingAttachment):
@@ -182,12 +196,16 @@ class Step(AccumulatingAttachment):
         optimizer: Optimizer,
         options: StepOptions,
         *,
+        costs: Costs | None = None,
         new_shapes: NewShapes,
         variants: int,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._state = StepState(optimizer)
+        self._state.costs = costs
+        if may_leave_work(options.policy):
+            self._state.left = LeftWork(model, optimizer)
         parts = Parts(model, loss_fn, optimizer, self._state, options)
         captured = CapturedParts(parts)
         self._eager_objective = objective_of(captured)
@@ -211,6 +229,8 @@ class Step(AccumulatingAttachment):
         # Runs once: in detach(), or when the step is dropped without it.
         if options.replicas is not None:
             self._claims.callback(options.replicas.close)
+        if self._state.left is not None:
+            self._claims.callback(self._state.left.detach)
         self._let_go = weakref.finalize(self, let_go, captured, self._forget, self._claims)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -227,6 +247,12 @@ class Step(AccumulatingAttachment):
             raise GradweaveError("this step is detached; compile() the model again")
         if not torch.is_grad_enabled():
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
+        if self._state.left is not None:
+            self._state.left.open()
+            try:
+                return self._take(batch, named)
+            finally:
+                self._state.left.close()
         if self._replicas is None:
             return self._take(batch, named)
         with naming_lost_peers("a step could not be taken"):
@@ -286,6 +312,8 @@ class Step(AccumulatingAttachment):
             self._forget()
             self._forwards.clear()
         arguments, named = given
+        if self._options.policy in DECIDED_BY_COSTS and state.costs is None:
+            self._measure_costs(given)
         state.call, state.batch = CallState.PENDING, leaves
         try:
             loss, extras = self._objective(*arguments, **named)
@@ -318,6 +346,21 @@ class Step(AccumulatingAttachment):
                     self._late_update()
                 self._replicas.end_step()
         return loss if extras is None else (loss, extras)
+
+    def _measure_costs(self, given: Batch) -> None:
+        """Measure the costs of a step's tasks, or read those that were measured on this machine before."""
+        arguments, named = given
+        tell, loss_fn = self._options.report, self._captured.open().loss_fn
+
+        def objective(model: nn.Module, *batch: Any) -> Any:
+            return loss_fn(model, *batch[: len(arguments)], **dict(zip(named, batch[len(arguments) :], strict=True)))
+
+        # Costs are kept under the name of what is measured.
+        update_wrapper(objective, loss_fn)
+        self._state.costs = cached_costs(
+            self.model, objective, self.optimizer, [*arguments, *named.values()],
+            progress=lambda doing, done: tell(f"measuring the costs of tasks: {doing} ({done:.0%})"),
+        )  # fmt: skip
 
     def _step_without_graph(self, reason: str, given: Batch, params: Sequence[nn.Parameter]) -> Any:
         """Take a step eagerly and then tell the user why, so that an error of the step itself comes first."""
@@ -371,7 +414,42 @@ class Step(AccumulatingAttachment):
         graphs = len(self._captured.open().programs)
         eager = f"; the last step that could not be one ran eagerly: {self._eager_reason}" if self._eager_reason else ""
         averages = f"; {self._replicas.explain()}" if self._replicas is not None else ""
+        if self._state.schedule is not None:
+            schedule = self._state.schedule
+            averages += f"; by policy {schedule.policy!r} on {', '.join(lane.name for lane in schedule.lanes)}"
         return f"lower={self._options.lower!r}: {graphs} graph(s) so far{averages}{eager}"
+
+    def flush(self) -> None:
+        """Do now what the last step has left to the next one; any look at a weight does it too."""
+        if self._state.left is not None:
+            self._state.left.flush()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the last step that was a graph; None if there was none, or its compiler chose the order."""
+        return self._state.schedule
+
+    def timeline(self, *batch: Any, **named: Any) -> Timeline:
+        """Take a step like any other, and return what ran when, on the lanes of :attr:`schedule`.
+
+        Each task, or with Inductor each region of tasks that it compiles as one, runs by itself, which is slower. The
+        first two steps of a shape have no schedule yet, and cannot be measured.
+
+        Args:
+            batch: Arguments of ``loss_fn`` after the model.
+            named: Arguments of ``loss_fn`` by name.
+        """
+        clock = self._state.clock = Clock(next(self.model.parameters()).device)
+        try:
+            self(*batch, **named)
+        finally:
+            self._state.clock = None
+        if not clock.runs:
+            raise GradweaveError(
+                "this step ran without a schedule, and was not measured: give policy= to compile(), and take two steps "
+                f"of this shape first{f' ({self._eager_reason})' if self._eager_reason else ''}"
+            )
+        return timeline_of(clock)
 
     @contextmanager
     def no_update(self) -> Iterator[None]:
@@ -405,6 +483,7 @@ class Step(AccumulatingAttachment):
         return self._state.norm
 
     def _eager_step(self, given: Batch, params: Sequence[nn.Parameter]) -> Any:
+        self.flush()
         arguments, named = given
         return self._eager_step_from(*self._eager_objective(*arguments, **named), params)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.fx import GraphModule
 from torch.optim import Optimizer
 
@@ -81,6 +82,9 @@ def objective_of(captured: CapturedParts) -> Callable[..., tuple[torch.Tensor, A
 
     def objective(*batch: Any, **named: Any) -> tuple[torch.Tensor, Any]:
         parts = captured.open()
+        # Where Python runs this, and not Dynamo, nothing else does first what the last step has left.
+        if parts.state.left is not None and not is_compiling():
+            parts.state.left.flush()
         loss, extras = loss_and_extras(parts.loss_fn(parts.model, *batch, **named))
         return mark_loss(loss), extras
 

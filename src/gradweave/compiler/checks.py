@@ -28,6 +28,7 @@ from gradweave._runtime.requirements import (
     require_shapes,
     require_undifferentiated,
 )
+from gradweave.compiler.planning import check_policy
 from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.schedule.costs import Costs
 
@@ -44,6 +45,7 @@ def check_options(
     scaler: Any,
     memory_budget: Any,
     costs: Costs | None,
+    policy: Any,
     lower: Any,
     new_shapes: Any,
     variants: Any,
@@ -59,14 +61,20 @@ def check_options(
         raise ArgumentError("memory_budget", memory_budget, "give a share from 0 to 1, or None")
     if costs is not None and not isinstance(costs, Costs):
         raise ArgumentError("costs", type(costs).__name__, "give what measure_costs() returns, or None")
-    if costs is not None and lower == "replay":
+    check_policy(policy)
+    if costs is not None and lower == "replay" and policy == "auto":
         raise ArgumentError(
-            "costs", costs.name, 'lower="replay" has one stream; use lower="inductor", or leave them out'
+            "costs",
+            costs.name,
+            'lower="replay" has one stream unless policy= names another; leave them out, or name it',
         )
     if reduce_dtype is not None and not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype.is_floating_point):
         raise ArgumentError("reduce_dtype", reduce_dtype, "give a floating point type, such as torch.bfloat16, or None")
     if costs is not None and averages:
         raise ArgumentError("costs", costs.name, "not with a mesh of several ranks; leave them out")
+    if policy != "auto" and averages:
+        name = getattr(policy, "policy", policy)
+        raise ArgumentError("policy", name, 'is for one device; with a mesh of several ranks use "auto"')
     if not isinstance(variants, int) or isinstance(variants, bool) or variants < 1:
         raise ArgumentError("variants", variants, "give at least 1")
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):

@@ -11,7 +11,9 @@ import torch
 
 from gradweave._compat.tensors import free_matmul_workspaces
 from gradweave._logging import announce
+from gradweave.compiler.lanes import Clock
 from gradweave.compiler.lower import Compiled
+from gradweave.schedule.schedule import Schedule
 
 WARM_UP_STEPS = 2
 """Steps that run before the capture: training steps that load and allocate what a capture may not."""
@@ -67,6 +69,24 @@ class Captured:
     def may_fit_again(self) -> bool:
         """Return whether the compiled step may fit again."""
         return self._step.may_fit_again()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that the step runs by; None if its compiler has chosen the order."""
+        return self._step.schedule
+
+    @property
+    def carries(self) -> bool:
+        """Whether a run has left work to the next one: never, since a graph reads where it read when captured."""
+        return self._step.carries
+
+    def run_measured(self, inputs: Sequence[Any], clock: Clock) -> list[Any]:
+        """Take the step by its schedule, region by region, and not as a graph."""
+        return self._step.run_measured(inputs, clock)
+
+    def flush(self) -> None:
+        """Do what a run has left: nothing."""
+        self._step.flush()
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """Take the step."""

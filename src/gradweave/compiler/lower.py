@@ -10,16 +10,22 @@ from torch.fx import Graph, GraphModule
 
 from gradweave._compat.foreach import add_one
 from gradweave._compat.tracing import compile_with_inductor
-from gradweave._logging import announce
 from gradweave._runtime.buckets import mark_written
 from gradweave.compiler.kernel_combining import small_kernels
+from gradweave.compiler.lanes import Carried, Clock, RegionRunner
 from gradweave.compiler.passes.placement import draws_in_update, take_out_counters, updates_at_their_gradients
+from gradweave.compiler.passes.regions import RegionedStep, cut, with_own_views
 from gradweave.compiler.passes.scalars import split_scalars
-from gradweave.compiler.passes.two_streams import TwoStreams, cut
+from gradweave.compiler.passes.slots import SlottedStep, unsupported
 from gradweave.compiler.step_state import StepState
 from gradweave.compiler.trace import TracedStep
+from gradweave.errors import GradweaveError
+from gradweave.schedule.schedule import Schedule
 from gradweave.step_graph.recording import Mark, run_by_task
-from gradweave.step_graph.tasks import StepTasks, split_convolution_backward
+from gradweave.step_graph.tasks import StepTasks
+
+MakeSlots = Callable[[GraphModule, int, int], SlottedStep]
+"""Gives a graph's operations their slots; its first inputs are the objective's, the next ones the optimizer's state."""
 
 
 class Runnable(Protocol):
@@ -34,28 +40,59 @@ class Runnable(Protocol):
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Take the step and return the traced outputs."""
 
+    def run_measured(self, inputs: Sequence[torch.Tensor], clock: Clock) -> list[Any]:
+        """Take the step by its schedule, in parts that the clock notes."""
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that it runs by; None if it has none."""
+
+    @property
+    def carries(self) -> bool:
+        """Whether a run has left work to the next one."""
+
+    def flush(self) -> None:
+        """Do what the last run has left to the next one."""
+
 
 class Replay:
     """A step whose traced operations run one after the other: bit for bit what the eager step computes.
 
-    After :meth:`update_early`, updates run as soon as they can, so that gradients need not all be in memory at once.
-    They keep the traced order where another one could be seen: where updates draw random numbers, or weights share
-    memory.
+    The first run is in the traced order, so that a step that fails before it has changed anything can be taken in
+    another way. After :meth:`update_early` it is by the schedule, if there is one; otherwise updates run as soon as
+    they can, so that gradients need not all be in memory at once, and keep the traced order where another one could be
+    seen: where updates draw random numbers, or weights share memory.
 
     Args:
-        traced: The step.
+        traced: The step, with convolutions' backward split where W is to run apart from X.
         keep_order: Whether weights, buffers or state share memory.
+        slotted: The step by the slots of its schedule; None if it has none.
     """
 
-    def __init__(self, traced: TracedStep, *, keep_order: bool = False) -> None:
+    def __init__(self, traced: TracedStep, *, keep_order: bool = False, slotted: SlottedStep | None = None) -> None:
         self._traced = traced
-        split_convolution_backward(traced.graph.graph)  # so that a recorded step has W apart from X
-        traced.graph.recompile()
+        self._slotted = slotted
         self._has_final_order = keep_order or draws_in_update(traced.graph)
+        self._carried = Carried()
+        self._runner: RegionRunner | None = None
+        self._by_task: RegionRunner | None = None
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that it runs by; None if it has none."""
+        return None if self._slotted is None else self._slotted.call.schedule
+
+    @property
+    def carries(self) -> bool:
+        """Whether a run has left work to the next one."""
+        return self._carried.values is not None
 
     def update_early(self) -> None:
         """Let updates run before the end of backward: for a step that has run, or need not be undone if it fails."""
-        if not self._has_final_order:
+        if self._slotted is not None:
+            if self._runner is None:
+                self._runner = RegionRunner(cut(self._traced.graph, self._slotted), _as_it_is, None, self._carried)
+        elif not self._has_final_order:
             updates_at_their_gradients(self._traced.graph)
             self._has_final_order = True
 
@@ -69,7 +106,29 @@ class Replay:
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Take the step on the optimizer's current state and hyperparameters."""
-        return _without_skipped(self._traced, self._traced.graph(*_given(self._traced, inputs)))
+        given = _given(self._traced, inputs)
+        if self._runner is None:
+            return _without_skipped(self._traced, self._traced.graph(*given))
+        return _without_skipped(self._traced, self._runner(*(value for part in given for value in part)))
+
+    def run_measured(self, inputs: Sequence[torch.Tensor], clock: Clock) -> list[Any]:
+        """Take the step by its schedule, each task by itself."""
+        if self._slotted is None:
+            raise GradweaveError("this step has no schedule; give policy= to compile()")
+        if self._by_task is None:
+            step = cut(self._traced.graph, self._slotted, by_task=True)
+            self._by_task = RegionRunner(step, _as_it_is, None, self._carried)
+        given = _given(self._traced, inputs)
+        return _without_skipped(self._traced, self._by_task(*(x for part in given for x in part), clock=clock))
+
+    def flush(self) -> None:
+        """Run what the last run has left to the next one."""
+        if self._runner is not None:
+            self._runner.flush()
+
+
+def _as_it_is(graph: GraphModule, _: list[Any]) -> Callable[..., Any]:
+    return graph
 
 
 def replay_by_task(traced: TracedStep, inputs: Sequence[torch.Tensor], tasks: StepTasks, mark: Mark) -> list[Any]:
@@ -91,18 +150,19 @@ class Compiled:
     """A step compiled by Inductor, and a small program for its scalars that runs first.
 
     The passes run in this order. Scalars are split off first, because what Inductor compiles must have tensors in the
-    place of hyperparameters. Counters such as BatchNorm's are then taken out of what is left. That is cut for two
-    streams last, because the pieces are compiled as they are.
+    place of hyperparameters. Counters such as BatchNorm's are then taken out of what is left. That is cut into the
+    regions of a schedule last, because these are compiled as they are.
 
     Args:
-        traced: The step; its operations know their places if it is to run on two streams.
+        traced: The step; its operations know their places if it is to run by a schedule.
         state: Of the step that this is a graph of.
         inputs: Examples.
-        upper: The first layer whose weight gradients and updates run on a second stream; None for one stream.
+        slots: Gives the operations of a graph their slots in a schedule, given the inputs that last; None for the
+            compiler's own order.
     """
 
     def __init__(
-        self, traced: TracedStep, state: StepState, inputs: Sequence[torch.Tensor], *, upper: int | None = None
+        self, traced: TracedStep, state: StepState, inputs: Sequence[torch.Tensor], *, slots: MakeSlots | None = None
     ) -> None:
         self._optimizer = traced.optimizer
         self._can_skip = traced.can_skip
@@ -126,7 +186,13 @@ class Compiled:
         self._take_over_state()
         self._counters = take_out_counters(split.main, traced.input_count)
         scalars = [examples[index] for index in self._main_scalars]
-        self._main = _compile_pieces(split.main, [*inputs, *self._main_state, *scalars], upper)
+        examples = [*inputs, *self._main_state, *scalars]
+        self._runner: RegionRunner | None = None
+        if slots is None:
+            self._main = _compile(split.main, examples)
+        else:
+            regions = _regions(split.main, slots(split.main, len(inputs), len(self._main_state)))
+            self._main = self._runner = RegionRunner(regions, _compile, examples)
 
     def _take_over_state(self) -> None:
         state = self._optimizer.state()
@@ -143,6 +209,28 @@ class Compiled:
         """Return whether its step counts are still in use."""
         return self._step_state.has(self._counts)
 
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that it runs by; None if the compiler has chosen the order."""
+        return None if self._runner is None else self._runner.step.slotted.call.schedule
+
+    @property
+    def carries(self) -> bool:
+        """Whether a run has left work to the next one."""
+        return self._runner is not None and self._runner.carried.values is not None
+
+    def run_measured(self, inputs: Sequence[torch.Tensor], clock: Clock) -> list[Any]:
+        """Take the step by its schedule, region by region."""
+        self.upload()
+        outputs = self.launch(inputs, clock=clock)
+        self.finish()
+        return outputs
+
+    def flush(self) -> None:
+        """Run what the last run has left to the next one."""
+        if self._runner is not None:
+            self._runner.flush()
+
     def tensors(self) -> list[torch.Tensor]:
         """Return the optimizer's tensors that the step reads and writes."""
         return [*self._vectors, *self._main_state]
@@ -154,11 +242,12 @@ class Compiled:
             self._numbers.copy_(torch.tensor(numbers, dtype=torch.float64), non_blocking=True)
             self._uploaded = numbers
 
-    def launch(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    def launch(self, inputs: Sequence[torch.Tensor], *, clock: Clock | None = None) -> list[Any]:
         """Run the step's work on the device, which a CUDA graph can capture."""
         firsts = [vector[0] for vector in self._vectors]
         made = self._scalars(self._numbers, *firsts)
-        outputs: list[Any] = list(self._main(*inputs, *self._main_state, *(made[i] for i in self._main_scalars)))
+        given = [*inputs, *self._main_state, *(made[i] for i in self._main_scalars)]
+        outputs = self._runner(*given, clock=clock) if self._runner is not None else list(self._main(*given))
         if self._counters:
             add_one([inputs[index] for index in self._counters])
         skipped = outputs.pop()[0] > 0 if self._can_skip else None
@@ -180,16 +269,15 @@ class Compiled:
         self._counts.note_written()
 
 
-def _compile_pieces(main: GraphModule, examples: list[torch.Tensor], upper: int | None) -> Callable[..., Any]:
-    """Compile a graph in one piece, or in pieces for two streams."""
+def _compile(graph: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return compile_with_inductor(graph, inputs, small_kernels)
 
-    def lower(graph: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        return compile_with_inductor(graph, inputs, small_kernels)
 
-    pieces = None if upper is None else cut(main, upper)
-    if upper is not None and pieces is None:
-        announce("compile: one stream, the updates of this step cannot be taken apart from the rest")
-    return lower(main, examples) if pieces is None else TwoStreams(pieces, examples, lower)
+def _regions(main: GraphModule, slotted: SlottedStep) -> RegionedStep:
+    regions = with_own_views(cut(main, slotted))
+    if regions is None:
+        raise unsupported(slotted.call, "parts of this step change what other parts have made, and cannot be compiled")
+    return regions
 
 
 def _flat(module: GraphModule) -> GraphModule:

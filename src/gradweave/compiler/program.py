@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ from gradweave.compiler.optimizer_inputs import OptimizerInputs
 from gradweave.compiler.padding import padding_values
 from gradweave.compiler.passes.placement import has_data_dependent_sizes
 from gradweave.compiler.passes.scalars import moved_slots
-from gradweave.compiler.passes.two_streams import note_places, upper_layers
+from gradweave.compiler.passes.slots import SlottedStep, note_places, noted_places, slot_operations, unsupported
+from gradweave.compiler.planning import StepPolicy, schedule_for
 from gradweave.compiler.random_numbers import generator_states, preserve_generators, restore_generators
 from gradweave.compiler.replica_group import ReplicaGroup
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.compiler.trace import Recipe, TracedStep, trace_step
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
-from gradweave.schedule.costs import Costs
+from gradweave.schedule.calls import StepCall, step_call
 from gradweave.step_graph.errors import (
     HookError,
     NoStateError,
@@ -64,7 +65,7 @@ class StepOptions:
         lower: As for ``compile``.
         scaler: Of the loss; None if it is not scaled.
         memory_budget: Share of the activations to keep; None for what ``torch.compile`` would keep.
-        costs: By which a second stream is planned; None for one stream.
+        policy: As for ``compile``.
         capture: Whether to replay a step on a GPU as one CUDA graph.
         report: Told what is going on while a step is made.
         replicas: The ranks that gradients are averaged over; None if there are no others.
@@ -74,7 +75,7 @@ class StepOptions:
     lower: Lowering
     scaler: GradScaler | None
     memory_budget: float | None
-    costs: Costs | None
+    policy: StepPolicy
     capture: bool
     report: Callable[[str], None]
     replicas: ReplicaGroup | None = None
@@ -282,6 +283,8 @@ class Program:
     def _record(self, variant: _Variant, given: Sequence[Any], mark: Mark) -> list[Any]:
         """Take a step one operation at a time; its variant is a replay."""
         state = self._state
+        if state.left is not None:
+            state.left.take_over(variant.runnable)
         state.call = CallState.BEGUN
         variant.update_early()
         outputs = replay_by_task(variant.traced, given, variant.tasks, mark)
@@ -294,9 +297,11 @@ class Program:
     ) -> tuple[_Variant, list[Any]]:
         """Take a step; return the variant that took it, which is another one if the first failed on trial."""
         state = self._state
+        if state.left is not None:
+            state.left.take_over(variant.runnable)
         if variant.state is VariantState.PROVEN:
             state.call = CallState.BEGUN
-            return variant, variant.runnable.run(given)
+            return variant, self._run(variant, given)
         if variant.purpose.averaging is not None:
             # What has failed here may have sent messages, which others have counted: it cannot be taken in another way.
             state.call = CallState.BEGUN
@@ -326,6 +331,17 @@ class Program:
         state.call = CallState.BEGUN
         variant.prove()
         return variant, outputs
+
+    def _run(self, variant: _Variant, given: Sequence[Any]) -> list[Any]:
+        """Run a proven variant, and keep hold of what it leaves to the next step."""
+        state, runnable = self._state, variant.runnable
+        state.schedule = runnable.schedule
+        clock = state.clock
+        try:
+            return runnable.run(given) if clock is None else runnable.run_measured(given, clock)
+        finally:
+            if state.left is not None:
+                state.left.hold(runnable, variant.traced.optimizer.params)
 
     def _make(self, purpose: _Purpose, inputs: Sequence[Any], sums: Sequence[torch.Tensor]) -> _Variant:
         if self._times_made == _MOST_MADE:
@@ -422,9 +438,18 @@ class Program:
 
     def _replay(self, objective: Objective, optimizer: OptimizerInputs, recipe: Recipe) -> tuple[TracedStep, Runnable]:
         traced = trace_step(objective, optimizer, recipe, exact=True)
+        _split(traced)  # so that a recorded step has W apart from X
         state = [x for x in optimizer.state() if x.dim() > 0]
         written = [*objective.inputs, *recipe.sums, *recipe.scale, *state]
-        return traced, Replay(traced, keep_order=has_aliases(written, self._state.batch))
+        keep_order = has_aliases(written, self._state.batch)
+        call = self._call_of(traced) if recipe.update and self._state.mark is None else None
+        if call is None:
+            return traced, Replay(traced, keep_order=keep_order)
+        if keep_order:
+            raise unsupported(call, "weights, buffers or state of this step share memory")
+        inputs = [*objective.inputs, *recipe.sums, *recipe.scale]
+        slotted = self._slots(traced, call, inputs, traced.graph, len(inputs), len(optimizer.state()))
+        return traced, Replay(traced, slotted=slotted)
 
     def _compile(
         self, objective: Objective, optimizer: OptimizerInputs, recipe: Recipe, inputs: Sequence[Any]
@@ -439,28 +464,64 @@ class Program:
             recipe = replace(recipe, unguarded=moved_slots(trial, counts.slots(optimizer)))
         traced = trace_step(objective, optimizer, recipe)
         options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
-        upper = None if options.costs is None or not recipe.update else self._plan(traced, options.costs)
-        compiled = Compiled(traced, self._state, inputs, upper=upper)
-        if options.capture and optimizer.params[0].is_cuda and options.replicas is None:
+        if options.policy != "auto" or self._state.costs is not None:
+            _split(traced)
+        call = self._call_of(traced) if recipe.update else None
+        slots = None if call is None else partial(self._slots, traced, call, inputs)
+        try:
+            compiled = Compiled(traced, self._state, inputs, slots=slots)
+        except UnsupportedError as error:
+            if options.policy != "auto":
+                raise
+            announce(f"compile: one stream, {error.reason}")
+            compiled = Compiled(traced, self._state, inputs)
+        # What a call leaves to the next one lies elsewhere each time, and a graph reads where it read when captured.
+        leaves_work = slots is not None and call is not None and call.carries
+        if options.capture and optimizer.params[0].is_cuda and options.replicas is None and not leaves_work:
             changed = traced.changed_inputs()
             return traced, Captured(compiled, self._in_place(changed, inputs), changed)
         return traced, compiled
 
-    def _plan(self, traced: TracedStep, costs: Costs) -> int | None:
-        """Return the first layer whose updates run on a second stream, and note each operation's task for the cut."""
-        split_convolution_backward(traced.graph.graph)
-        traced.graph.recompile()
+    def _call_of(self, traced: TracedStep) -> StepCall | None:
+        """Return what a call runs by the schedule that was asked for; None if the compiler's order stays.
+
+        Notes each operation's task, for passes that make other graphs of the step.
+        """
+        options, costs = self._options, self._state.costs
+        if options.policy == "auto" and costs is None:
+            return None
         tasks = traced.tasks(self._model)
         note_places(tasks.places)
-        upper = upper_layers(costs, tasks.layers, traced.optimizer.params[0].device)
-        what = "one stream, a second would not pay" if upper is None else f"a second stream from layer {upper} on"
-        self._options.report(what)
-        return upper
+        schedule = schedule_for(options.policy, costs, tasks.layers, traced.optimizer.params[0].device)
+        if schedule is None:
+            return None
+        options.report(f"planned by policy {schedule.policy!r}")
+        return step_call(schedule)
+
+    def _slots(
+        self,
+        traced: TracedStep,
+        call: StepCall,
+        inputs: Sequence[Any],
+        graph: GraphModule,
+        first_state: int,
+        state_count: int,
+    ) -> SlottedStep:
+        """Give the operations of a graph of the step their slots; tensors of the model and the optimizer last."""
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        in_place = set(self._in_place(traced.changed_inputs(), inputs))
+        lasting = [placeholders[index] for index in in_place] + placeholders[first_state : first_state + state_count]
+        return slot_operations(graph.graph, noted_places(graph.graph), call, lasting=lasting)
 
     def _in_place(self, changed: Collection[int], inputs: Sequence[Any]) -> list[int]:
         """Return the inputs that must be used where they are: the model's own, and those that the step changes."""
         own = {id(x) for x in (*self._model.parameters(), *self._model.buffers())}
         return [index for index, x in enumerate(inputs) if id(x) in own or index in changed]
+
+
+def _split(traced: TracedStep) -> None:
+    split_convolution_backward(traced.graph.graph)
+    traced.graph.recompile()
 
 
 def _refuse_hooks(params: Sequence[nn.Parameter]) -> None:

@@ -10,7 +10,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradweave.compiler.lanes import Clock
+from gradweave.compiler.left_work import LeftWork
 from gradweave.compiler.step_counts import StepCounts
+from gradweave.schedule.costs import Costs
+from gradweave.schedule.schedule import Schedule
 from gradweave.step_graph.recording import Mark
 
 
@@ -51,6 +55,10 @@ class StepState:
         norm: Of all gradients in the last update; None where it is not computed.
         mark: The context of each task if steps are recorded, otherwise None.
         layers: The modules of the last recorded step, by number.
+        costs: By which steps are planned; None if they are not known.
+        left: What the last step has left to the next one; None if the policy of the step leaves nothing.
+        schedule: By which the last step ran that was a graph; None if its compiler chose the order.
+        clock: Notes what runs when, if the next step is to be measured.
         padding_values: By position in the batch, what integers may be padded with, None where that is not known. None
             until a graph was made.
     """
@@ -66,6 +74,10 @@ class StepState:
         self.norm: torch.Tensor | None = None
         self.mark: Mark | None = None
         self.layers: tuple[str, ...] = ()
+        self.costs: Costs | None = None
+        self.left: LeftWork | None = None
+        self.schedule: Schedule | None = None
+        self.clock: Clock | None = None
         self.padding_values: dict[int, int | None] | None = None
 
     def counts(self, params: Sequence[nn.Parameter]) -> StepCounts:

@@ -98,12 +98,21 @@ class Timeline:
         """Most bytes held at once on any one device."""
         return max((size for points in self.memory.values() for _, size in points), default=0)
 
-    def save(self, path: str | Path) -> None:
-        """Write a picture (``.png``, ``.svg``, ``.pdf``) or a trace that Perfetto opens (``.json``)."""
+    def save(self, path: str | Path, *, planned: Timeline | None = None) -> None:
+        """Write a picture (``.png``, ``.svg``, ``.pdf``) or a trace that Perfetto opens (``.json``).
+
+        Args:
+            path: Of the file; its suffix says which.
+            planned: A prediction of the same work, to be shown on the same axis.
+        """
         # Imported here since pictures and traces are made of timelines: they import this file.
         from gradweave.schedule.output import save_timelines
+        from gradweave.schedule.picture import SUFFIXES, save_overlay
 
-        save_timelines([self], path)
+        if planned is not None and Path(path).suffix in SUFFIXES:
+            save_overlay([(planned, self)], path)
+        else:
+            save_timelines([self] if planned is None else [planned, self], path)
 
 
 def _union_length(intervals: Iterable[tuple[float, float]]) -> float:

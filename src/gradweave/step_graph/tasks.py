@@ -46,7 +46,7 @@ def tasks_of(
     Layers are the modules that have trainable parameters of their own, in the order in which forward first reads them.
     An operation without parameters belongs to the layer before it in forward, and to the layer that waits for it in
     backward. Backward is W where it serves the gradients of one layer and reads no other one's weights, and X
-    otherwise. Clipping counts as update; what is one number for all layers, such as a norm, is layer 0's. What
+    otherwise; what is recomputed in it is X of the layer that needs it first. Clipping counts as update; what is one number for all layers, such as a norm, is layer 0's. What
     averages gradients over ranks is C; a message of several layers is that of the first of them.
 
     Args:
@@ -85,14 +85,17 @@ def tasks_of(
             carried = [places[n].layer for n in used if n in places and places[n].kind is Kind.C]
             places[node] = Place(Kind.C, min([*given.get(node, ()), *carried], default=0))
         else:
-            places[node] = Place(Kind.U, min(serves[node]) if len(serves[node]) == 1 else 0)
+            written = {weights[target] for n in changed_by(node) if (target := root(n)) in weights}
+            served = written or serves[node]  # what writes state of a layer is that layer's, whatever else it serves
+            places[node] = Place(Kind.U, min(served) if len(served) == 1 else 0)
     return StepTasks(places, tuple(layers))
 
 
 def _backward_place(reads: set[int], serves: set[int]) -> Place:
     if len(serves) == 1 and reads <= serves:
         return Place(Kind.W, min(serves))
-    return Place(Kind.X, max(reads or serves, default=0))
+    # What serves a layer above that of the weights it reads is recomputed forward, or passes a second use of the weights.
+    return Place(Kind.X, max(serves if reads and max(serves, default=0) > max(reads) else reads or serves, default=0))
 
 
 def module_names(params: Sequence[nn.Parameter], model: nn.Module) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -16,25 +16,21 @@ from torch.optim import Optimizer
 from gradweave._compat.dynamo import call_before_compiling, stop_calling_before_compiling
 from gradweave._compat.functions import (
     dispatch_modes,
-    flat_leaves,
     function_modes,
-    in_function_transform,
-    is_being_traced,
     is_device_mode,
     other_function_modes,
 )
 from gradweave._compat.modules import is_compiled
 from gradweave._logging import announce
 from gradweave._runtime.buckets import Bucket, same_groups
-from gradweave._runtime.deferred.compiled_callees import weights_handed_out
 from gradweave._runtime.deferred.late import LateGradient, settle_gradients
 from gradweave._runtime.deferred.pending_updates import PendingUpdates, Update, UpdateRules, capturing
+from gradweave._runtime.deferred.reader_guards import ReaderGuards
 from gradweave._runtime.deferred.unseen_readers import (
     COMPILED,
     TRACED,
     Ownership,
     modules_outside_compiled,
-    weights_read_by_class,
     why_never_pending,
 )
 from gradweave._runtime.module_hook import ModuleHook
@@ -94,7 +90,7 @@ class DeferredUpdates:
         self._used: dict[nn.Parameter, None] = {}
         self._groups: list[list[nn.Parameter]] = []
         self._order_hooks: list[Any] = []
-        self._module_hooks: list[Any] = []
+        self._guards: ReaderGuards | None = None
         self._optimizer_hooks: list[Any] = []
         self._compiled_while_pending = 0
         # Dynamo keeps its callbacks for good: this one must not keep the model alive.
@@ -114,9 +110,7 @@ class DeferredUpdates:
             return
         for module in modules_outside_compiled(self._model):
             self._learn_order(module)
-            self._guard_owner(module)
-        entered = ModuleHook(self._entered)
-        self._module_hooks.append(self._model.register_forward_pre_hook(entered, prepend=True, with_kwargs=True))
+        self._guards = ReaderGuards(self._model, self._resolve_all, self.flush, self._traced_now)
 
     def detach(self) -> None:
         """Apply what is pending and remove every hook."""
@@ -126,10 +120,15 @@ class DeferredUpdates:
             self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        for hook in (*self._order_hooks, *self._module_hooks, *self._optimizer_hooks):
+        for hook in (*self._order_hooks, *self._optimizer_hooks):
             hook.remove()
+        self._remove_guards()
         self._end_compile_callback()
         self._hidden.restore()
+
+    def _remove_guards(self) -> None:
+        if self._guards is not None:
+            self._guards.remove()
 
     def stop(self, reason: str) -> None:
         """Keep all updates at step() from now on.
@@ -140,8 +139,9 @@ class DeferredUpdates:
         if self.state is not State.STOPPED:
             self.flush()
             self.state, self.stop_reason = State.STOPPED, reason
-            for hook in (*self._order_hooks, *self._module_hooks):
+            for hook in self._order_hooks:
                 hook.remove()
+            self._remove_guards()
             self._announce_stop()
 
     def _announce_stop(self) -> None:
@@ -178,43 +178,13 @@ class DeferredUpdates:
         if next(module.parameters(recurse=False), None) is not None and not is_compiled(module):
             self._order_hooks.append(module.register_forward_pre_hook(ModuleHook(note)))
 
-    def _guard_owner(self, module: nn.Module) -> None:
-        """Resolve, before a module runs, parameters that it may read without consulting their class.
-
-        Compiled modules read all their parameters at once. A module that is not torch's may pass its own parameters, or
-        those of torch's modules inside it, to a compiled extension. Some of torch's modules compute differently for
-        parameters of an unknown class.
-        """
-        whole = is_compiled(module)
-        if whole or not type(module).__module__.startswith("torch.nn"):
-            params = list(module.parameters(recurse=whole))
-            if not whole:
-                params += weights_handed_out(module)
-        else:
-            params = weights_read_by_class(module)
-        if params:
-            resolve = ModuleHook(partial(self._resolve_all, params))
-            self._module_hooks.append(module.register_forward_pre_hook(resolve, prepend=True))
-
-    def _resolve_all(self, params: list[nn.Parameter], *_: Any) -> None:
-        if torch.compiler.is_compiling():  # nothing is pending while Dynamo compiles, and hooks need no compiled code
-            return
+    def _resolve_all(self, params: Sequence[nn.Parameter]) -> None:
         if self.pending:
             for p in params:
                 self.pending.resolve(p)
 
-    def _entered(self, _: nn.Module, args: Any, keywords: Any) -> None:
-        """Apply what is pending before the model runs, where its uses of parameters would not be noticed.
-
-        Function transforms unwrap parameters, and inputs of another tensor class may override a function, before a
-        parameter's class is consulted. A model that torch.jit traces reads weights from C++ from then on.
-        """
-        if torch.compiler.is_compiling():
-            return
-        if is_being_traced():
-            self.stop(TRACED)
-        elif self.pending and (in_function_transform() or _has_subclass(args) or _has_subclass(keywords.values())):
-            self.flush()
+    def _traced_now(self) -> None:
+        self.stop(TRACED)
 
     # At step()
 
@@ -357,16 +327,6 @@ def _about_to_compile(updates: ref[DeferredUpdates], *_: Any) -> None:
     attached = updates()
     if attached is not None:
         attached.about_to_compile()
-
-
-def _has_subclass(values: Iterable[Any]) -> bool:
-    """Return whether a tensor subclass is among values, or in containers among them."""
-    others = [value for value in values if type(value) is not torch.Tensor]
-    return bool(others) and any(map(_is_subclass, flat_leaves(others)))
-
-
-def _is_subclass(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter)
 
 
 def _is_watched() -> bool:

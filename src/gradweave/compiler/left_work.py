@@ -1,0 +1,160 @@
+"""Work that a step has left to the next one: updates that no look at a weight may miss."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from threading import RLock
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradweave._compat.dynamo import call_before_compiling, not_compiling, stop_calling_before_compiling
+from gradweave._compat.functions import (
+    in_function_transform,
+    not_traced,
+    outside_function_transforms,
+    without_dispatch_modes,
+    without_new_function_modes,
+)
+from gradweave._compat.tensors import is_sole_user
+from gradweave._runtime.buckets import mark_written
+from gradweave._runtime.deferred.pending_parameter import PendingParameter, make_pending, restore
+from gradweave._runtime.deferred.pending_state import PendingState
+from gradweave._runtime.deferred.reader_guards import ReaderGuards
+from gradweave._runtime.deferred.training_thread import TrainingThread
+from gradweave._runtime.deferred.unseen_readers import why_never_pending
+from gradweave._runtime.optimizer_steps.partial import no_autocast
+from gradweave.errors import UnsupportedError
+
+
+class Leaving(Protocol):
+    """A step that can leave work to the next one."""
+
+    @property
+    def carries(self) -> bool:
+        """Whether a run has left work."""
+
+    def flush(self) -> None:
+        """Do the work that is left."""
+
+
+class LeftWork:
+    """What a step has left to the next one, and the stand-ins of the weights and the state that it will change.
+
+    Between steps weights are pending: the first use of any of them, or of the optimizer's state, does all of the work
+    that is left. During a step they are plain, and the step does it in the order of its schedule.
+
+    Args:
+        model: The model that uses the weights.
+        optimizer: The optimizer that updates them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        refusal = why_never_pending(model)
+        if refusal:
+            raise UnsupportedError("a policy whose updates run in the next step", refusal, 'use policy="in_order"')
+        self._optimizer = optimizer
+        self._step: Leaving | None = None
+        self._params: tuple[nn.Parameter, ...] = ()
+        self._pending: tuple[nn.Parameter, ...] = ()
+        self._state: Any = None
+        self._lock = RLock()
+        self._thread = TrainingThread()
+        self._resolve = partial(_flush_of, weakref.ref(self))  # parameters must not keep it, nor it the model
+        self._hooks: list[Any] = []
+        # Now, and not when there is work: Dynamo would capture the model again.
+        self._guards = ReaderGuards(model, self._resolve, self._resolve, self._resolve)
+        for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
+            self._hooks.append(register(self._resolve))
+        weakref.finalize(self, stop_calling_before_compiling, self._resolve)
+
+    def hold(self, step: Leaving, params: Sequence[nn.Parameter]) -> None:
+        """Take charge of what a step has left, until it or another one takes it over.
+
+        Args:
+            step: The step; it may have left nothing.
+            params: The weights that the work will change, or needs as they are.
+        """
+        self._step, self._params = (step, tuple(params)) if step.carries else (None, ())
+
+    def take_over(self, step: object) -> None:
+        """Do what is left, unless this step is the one that has left it, and will do it in its own run."""
+        if self._step is not None and self._step is not step:
+            self.flush()
+        self._step, self._params = None, ()
+
+    def close(self) -> None:
+        """Make weights and state pending, after a step that has left work."""
+        if self._step is None or self._pending:
+            return
+        if not all(type(p) is nn.Parameter and is_sole_user(p) for p in self._params):
+            self.flush()  # others can see this memory without asking the parameter
+            return
+        self._thread.note()
+        # A backward of a graph from before the step must raise, as it would after a stock step.
+        mark_written(self._params)
+        for p in self._params:
+            make_pending(p, self._resolve, None)
+        self._pending = self._params
+        self._state, self._optimizer.state = self._optimizer.state, PendingState(self._settle_state)
+        call_before_compiling(self._resolve)
+
+    def open(self) -> None:
+        """Make weights and state plain again, before a step; what is left stays so."""
+        for p in self._pending:
+            if type(p) is PendingParameter:
+                restore(p)
+        self._pending = ()
+        if self._state is not None:
+            state, self._state = self._state, None
+            if type(self._optimizer.state) is PendingState:  # not if the loop has assigned another state
+                self._optimizer.state = state
+
+    def flush(self) -> None:
+        """Do what is left, wherever it is asked for: in transforms and traces, under autocast, in another thread."""
+        if self._step is None:
+            return
+        if in_function_transform():
+            with outside_function_transforms():
+                self.flush()
+            return
+        with self._lock, not_traced():
+            self._thread.run(self._flush)
+
+    def detach(self) -> None:
+        """Do what is left, and remove every hook."""
+        self.flush()
+        self._guards.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _flush(self) -> None:
+        step = self._step
+        if step is None:
+            return
+        self.open()
+        params, self._step, self._params = self._params, None, ()
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            no_autocast(params[0].device),
+            without_dispatch_modes(),
+            without_new_function_modes(0),
+            not_compiling(),
+        ):
+            step.flush()
+
+    def _settle_state(self) -> Any:
+        self.flush()
+        return self._optimizer.state
+
+
+def _flush_of(work: weakref.ref[LeftWork], *_: Any) -> None:
+    held = work()
+    if held is not None:
+        held.flush()

@@ -1,0 +1,216 @@
+"""The pass that gives every operation of a traced step its place in a schedule's order.
+
+A schedule orders tasks, each of which is many operations of the graph. The tasks' dependencies are those of a network
+of layers in a row; a real step may have others, such as a norm over all gradients or a weight of two layers. So what an
+operation really needs, and the memory that it reads and writes, are checked one by one: a schedule is carried out as it
+is, or refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch.fx import Graph, Node
+
+from gradweave.errors import UnsupportedError
+from gradweave.schedule.calls import StepCall
+from gradweave.schedule.tasks import Kind
+from gradweave.step_graph.nodes import changed_by, memories_of
+from gradweave.step_graph.tasks import Place
+
+_PLACE = "gradweave_place"
+_RANDOM = -1
+"""Stands for the state of the random number generators among the identities of memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlottedStep:
+    """A step's operations by the slots of a call.
+
+    Attributes:
+        call: What a call runs.
+        operations: Of each slot, in the order in which they run.
+        after: For each slot, the earlier ones of the same call that it must follow: since it needs what they compute,
+            touches memory that they touch, or is to wait for them.
+        kept: Inputs of the graph that carried slots read, and that a loop may have changed by the next call.
+    """
+
+    call: StepCall
+    operations: tuple[tuple[Node, ...], ...]
+    after: tuple[frozenset[int], ...]
+    kept: frozenset[Node]
+
+
+def slot_operations(
+    graph: Graph, places: Mapping[Node, Place], call: StepCall, *, lasting: Collection[Node] = ()
+) -> SlottedStep:
+    """Give every operation of a step a slot of a call.
+
+    An operation runs in the slot of its task. One that an earlier slot needs runs there, if it is of the same layer,
+    such as the backward of an activation before both X and W, or of the update, such as a number for all layers; so
+    does one that is of no task.
+
+    Args:
+        graph: Of the whole step.
+        places: The tasks of operations.
+        call: What a call runs.
+        lasting: Inputs of the graph that are the same memory in every call: weights, buffers and the optimizer's state.
+
+    Raises:
+        UnsupportedError: If the step has a dependency that the order breaks.
+    """
+    slots = _Slots(graph, places, call)
+    count = len(call.slots)
+    operations: list[list[Node]] = [[] for _ in range(count)]
+    for node in slots.nodes:
+        operations[slots.turn[node] % count].append(node)
+    after = [set[int]() for _ in range(count)]
+    for slot, earlier in call.waits:
+        after[slot].add(earlier)
+    for node in slots.nodes:
+        turn = slots.turn[node]
+        for used in node.all_input_nodes:
+            if used in slots.turn and slots.turn[used] // count == turn // count:
+                after[turn % count].add(slots.turn[used] % count)
+        if turn >= count and any(
+            changed.op == "placeholder" and changed not in lasting for changed in changed_by(node)
+        ):
+            raise unsupported(call, f"in this step {slots.name(turn)} changes the batch, and runs in the next call")
+    _check_memory(slots, lasting, after)
+    carried = {node for slot, nodes in zip(call.slots, operations, strict=True) if slot.carried for node in nodes}
+    read = {used for node in carried for used in node.all_input_nodes if used.op == "placeholder"}
+    kept = frozenset(node for node in read if node not in lasting and isinstance(node.meta.get("val"), torch.Tensor))
+    return SlottedStep(
+        call,
+        tuple(map(tuple, operations)),
+        tuple(frozenset(others - {slot}) for slot, others in enumerate(after)),
+        kept,
+    )
+
+
+def note_places(places: Mapping[Node, Place]) -> None:
+    """Note the task of each operation in its metadata, which copies of the graph keep."""
+    for node, place in places.items():
+        node.meta[_PLACE] = place
+
+
+def noted_places(graph: Graph) -> dict[Node, Place]:
+    """Return the noted tasks of a graph's operations; those that passes have added inherit the task of a user."""
+    places: dict[Node, Place] = {}
+    for node in reversed(graph.nodes):
+        place = node.meta.get(_PLACE) or next((places[user] for user in node.users if user in places), None)
+        if place is not None and node.op == "call_function":
+            places[node] = place
+    return places
+
+
+class _Slots:
+    """The turn of every operation: its slot, plus the number of slots if it is carried to the next call.
+
+    Attributes:
+        call: What a call runs.
+        nodes: The operations, in the order in which they were traced.
+        turn: Of each operation.
+    """
+
+    def __init__(self, graph: Graph, places: Mapping[Node, Place], call: StepCall) -> None:
+        self.call = call
+        self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        count = len(call.slots)
+        own = {
+            (slot.task.kind, slot.task.layer): position + count * slot.carried
+            for position, slot in enumerate(call.slots)
+        }
+        last = max((turn for turn in own.values() if turn < count), default=0)
+        self._places = places
+        self._own = {node: own[places[node]] for node in self.nodes if node in places}
+        self.turn: dict[Node, int] = {}
+        returned = set(graph.output_node().all_input_nodes)
+        for node in reversed(self.nodes):
+            turns = [self.turn[user] for user in node.users if user in self.turn]
+            turns += [self._own[node]] if node in self._own else []
+            turns += [last] if node in returned or not turns else []
+            self.turn[node] = min(turns)
+        self._items_with_their_tuple()
+        for node in self.nodes:
+            self._check_pulled(node)
+
+    def _items_with_their_tuple(self) -> None:
+        for node in self.nodes:
+            if node.target is getitem and node.args[0] in self.turn:
+                self.turn[node] = self.turn[node.args[0]]
+
+    def _check_pulled(self, node: Node) -> None:
+        """Refuse to run an operation before the slot of its task, unless it belongs where it is needed."""
+        turn, own = self.turn[node], self._own.get(node)
+        if own is None or turn >= own or node.target is getitem:
+            return
+        slot = self.call.slots[turn % len(self.call.slots)]
+        kind, layer = self._places[node]
+        # Numbers for all layers, such as a bias correction, are of U; what they are computed from is checked by itself.
+        if kind is Kind.U or (layer == slot.task.layer and slot.task.kind is not Kind.F):
+            return
+        raise unsupported(
+            self.call,
+            f"in this step {slot.task.kind}{slot.task.layer} needs a part of {kind}{layer}, which comes later",
+        )
+
+    def name(self, turn: int) -> str:
+        task = self.call.slots[turn % len(self.call.slots)].task
+        return f"{task.kind}{task.layer}"
+
+
+def unsupported(call: StepCall, reason: str) -> UnsupportedError:
+    """Return the error of a schedule that a step cannot be run by."""
+    return UnsupportedError(
+        f"policy={call.schedule.policy!r}",
+        reason,
+        'use policy="in_order", or "auto"; clipping by a norm and scaled losses need all gradients before any update',
+    )
+
+
+def _check_memory(slots: _Slots, lasting: Collection[Node], after: Sequence[set[int]]) -> None:
+    """Check that memory is read and written in the traced order, within a step and from one to the next.
+
+    What must follow what is added to ``after``.
+    """
+    uses: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+    for node in slots.nodes:
+        written = memories_of(changed_by(node))
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            written.add(_RANDOM)
+        for memory in written | memories_of((node, *node.all_input_nodes)):
+            use = slots.turn[node], memory in written
+            if not uses[memory] or uses[memory][-1] != use:
+                uses[memory].append(use)
+    in_every_call = {*memories_of(lasting), _RANDOM}
+    for memory, of_memory in uses.items():
+        if any(writes for _, writes in of_memory):
+            # The next step uses what lasts in the same turns, one call later.
+            count = len(slots.call.slots) if memory in in_every_call else 0
+            again = [(turn + count, writes) for turn, writes in of_memory] if count else []
+            _check_uses(slots, [*of_memory, *again], after)
+
+
+def _check_uses(slots: _Slots, uses: Sequence[tuple[int, bool]], after: Sequence[set[int]]) -> None:
+    """Check the turns in which one memory is used, with whether it is written, in the traced order."""
+    count = len(slots.call.slots)
+    last_read = last_write = -1
+    for turn, writes in uses:
+        before = max(last_write, last_read) if writes else last_write
+        if turn < before:
+            raise unsupported(
+                slots.call,
+                f"in this step {slots.name(turn)} uses memory before {slots.name(before)} does, which comes first",
+            )
+        for earlier in (last_write, last_read) if writes else (last_write,):
+            if earlier >= 0 and earlier // count == turn // count:
+                after[turn % count].add(earlier % count)
+        if writes:
+            last_write = max(last_write, turn)
+        else:
+            last_read = max(last_read, turn)
