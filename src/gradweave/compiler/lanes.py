@@ -142,7 +142,7 @@ class RegionRunner:
         example = next((x for x in (*values.values(), *before.values()) if isinstance(x, torch.Tensor)), None)
         if example is None:
             return
-        lanes = _Streams(example.device, self._main, self._streams) if example.is_cuda else None
+        lanes = _Streams(example.device, self._main, self._streams) if example.device.type == "cuda" else None
         numbers = {region: number for number, region in enumerate(self.step.regions)}
         for region in regions:
             scope = before if region.carried else values

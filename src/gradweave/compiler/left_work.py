@@ -73,7 +73,7 @@ class LeftWork:
         weakref.finalize(self, stop_calling_before_compiling, self._resolve)
 
     def hold(self, step: Leaving, params: Sequence[nn.Parameter]) -> None:
-        """Take charge of what a step has left, until it or another one takes it over.
+        """Take charge of what a step has left, until it or another one has run.
 
         Args:
             step: The step; it may have left nothing.
@@ -81,11 +81,10 @@ class LeftWork:
         """
         self._step, self._params = (step, tuple(params)) if step.carries else (None, ())
 
-    def take_over(self, step: object) -> None:
+    def flush_unless_of(self, step: object) -> None:
         """Do what is left, unless this step is the one that has left it, and will do it in its own run."""
-        if self._step is not None and self._step is not step:
+        if self._step is not step:
             self.flush()
-        self._step, self._params = None, ()
 
     def close(self) -> None:
         """Make weights and state pending, after a step that has left work."""

@@ -196,9 +196,12 @@ class Program:
         if state.padding_values is None:
             state.padding_values = padding_values(self._forward, inputs, state.batch)
         _refuse_hooks(params)
-        sums = state.sums_for([params[index] for index in purpose.summed])
         with torch.no_grad():
             variant = self._find(purpose, params, inputs)
+            if state.left is not None:
+                # What is left may still read the sums, which are about to be filled for this step.
+                state.left.flush_unless_of(None if variant is None or purpose.summed else variant.runnable)
+            sums = state.sums_for([params[index] for index in purpose.summed])
             if variant is None:
                 try:
                     with compile_lock(), preserve_generators(params[0].device):
@@ -283,8 +286,6 @@ class Program:
     def _record(self, variant: _Variant, given: Sequence[Any], mark: Mark) -> list[Any]:
         """Take a step one operation at a time; its variant is a replay."""
         state = self._state
-        if state.left is not None:
-            state.left.take_over(variant.runnable)
         state.call = CallState.BEGUN
         variant.update_early()
         outputs = replay_by_task(variant.traced, given, variant.tasks, mark)
@@ -297,8 +298,6 @@ class Program:
     ) -> tuple[_Variant, list[Any]]:
         """Take a step; return the variant that took it, which is another one if the first failed on trial."""
         state = self._state
-        if state.left is not None:
-            state.left.take_over(variant.runnable)
         if variant.state is VariantState.PROVEN:
             state.call = CallState.BEGUN
             return variant, self._run(variant, given)

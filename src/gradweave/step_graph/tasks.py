@@ -46,7 +46,8 @@ def tasks_of(
     Layers are the modules that have trainable parameters of their own, in the order in which forward first reads them.
     An operation without parameters belongs to the layer before it in forward, and to the layer that waits for it in
     backward. Backward is W where it serves the gradients of one layer and reads no other one's weights, and X
-    otherwise; what is recomputed in it is X of the layer that needs it first. Clipping counts as update; what is one number for all layers, such as a norm, is layer 0's. What
+    otherwise; what is recomputed in it is X of the layer that needs it first. Clipping counts as update; what is one
+    number for all layers, such as a norm, is layer 0's, unless it is written to a layer's state. What
     averages gradients over ranks is C; a message of several layers is that of the first of them.
 
     Args:
@@ -94,8 +95,9 @@ def tasks_of(
 def _backward_place(reads: set[int], serves: set[int]) -> Place:
     if len(serves) == 1 and reads <= serves:
         return Place(Kind.W, min(serves))
-    # What serves a layer above that of the weights it reads is recomputed forward, or passes a second use of the weights.
-    return Place(Kind.X, max(serves if reads and max(serves, default=0) > max(reads) else reads or serves, default=0))
+    # What serves a layer above that of the weights it reads is recomputed forward, or passes a second use of weights.
+    is_above = bool(reads) and max(serves, default=0) > max(reads)
+    return Place(Kind.X, max(serves if is_above else reads or serves, default=0))
 
 
 def module_names(params: Sequence[nn.Parameter], model: nn.Module) -> list[str]:

@@ -1,213 +1,150 @@
-"""Cutting a step in pieces, and taking it piece by piece: on a CPU one after the other, on a GPU on two streams."""
+"""Cutting a slotted step into regions: few, each on one lane, and none that begins before what it waits for."""
 
 import pytest
-import torch
-from torch import nn, optim
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
-import gradweave
-from compiler.models import adamw, batches, loss_fn, make
-from gradweave._compat.tracing import fake_mode, fake_of, trace_to_graph
-from gradweave.compiler import lower
-from gradweave.compiler.passes import two_streams as regions
-from gradweave.compiler.passes.two_streams import upper_layers
-from gradweave.errors import ArgumentError, UnsupportedError
-from gradweave.schedule.costs import Costs, LayerCost
-from gradweave.schedule.tasks import Demand, Kind
-from gradweave.step_graph.tasks import Place
-from played_streams import Races, as_if_on_a_gpu
-
-HALF = Demand(0.5, 0.5)
+from compiler.passes.traced import call_of, placed, trace
+from compiler.planned import POLICIES
+from gradweave.compiler.passes.regions import cut, with_own_views
+from gradweave.compiler.passes.slots import SlottedStep, slot_operations
+from gradweave.schedule import plan, single
+from gradweave.schedule.calls import step_call
+from schedule.strategies import costs
 
 
-def free_costs(names):
-    """Layers that leave half of the device to others."""
-    demands = {f"{part}_demand": HALF for part in ("forward", "input_grad", "weight_grad", "update")}
-    return Costs(tuple(LayerCost(name, 1.0, 1.0, 1.0, 1.0, **demands) for name in names), name="free")
+def step_of_two(upper, lower, x):
+    y = x * lower
+    loss = y * upper
+    of_upper = loss + y
+    below = loss * upper
+    of_lower = below + x
+    lower.sub_(of_lower)
+    upper.sub_(of_upper)
+    return [loss]
 
 
-def names_of(model):
-    """Layers in the order in which a step has them."""
-    step = gradweave.compile(model, loss_fn, optim.SGD(model.parameters(), lr=0.0), lower="replay")
-    marks = []
-
-    class Mark:
-        def __init__(self, kind, layer):
-            marks.append((kind, layer))
-
-        def __enter__(self):
-            pass
-
-        def __exit__(self, *_):
-            pass
-
-    for number, batch in enumerate(batches(3)):
-        step.record(Mark if number == 2 else None)
-        step(*batch)
-    return step.recorded_layers
+TASKS = "F0 F1 W1 X1 W0 U0 U1"
 
 
-def train(name, monkeypatch, *, upper=None, device="cpu", **options):
-    """Losses and weights, with a second stream from a layer on; and the cuts that were made."""
-    model = make(name).to(device)
-    cuts = []
-    real = regions.cut
-
-    def noted(*given):
-        cuts.append(real(*given))
-        return cuts[-1]
-
-    if upper is not None:
-        monkeypatch.setattr(lower, "cut", noted)
-        monkeypatch.setattr("gradweave.compiler.program.upper_layers", lambda *_: upper)
-        options["costs"] = free_costs(["unused"])
-    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), **options)
-    losses = torch.stack([step(*(x.to(device) for x in batch)) for batch in batches(8)])
-    return losses, model, cuts
+def regions_of(order, tasks=TASKS, step=step_of_two, **options):
+    graph, (upper, lower, _) = trace(step, 3)
+    slotted = slot_operations(graph.graph, placed(graph, tasks), call_of(2, order), lasting=[upper, lower])
+    return cut(graph, slotted, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "upper"), [("small", 0), ("mlp", 2), ("convolutional", 1), pytest.param("gpt", 1, marks=pytest.mark.slow)]
-)
-def test_pieces_are_the_whole_and_take_the_same_steps(name, upper, monkeypatch):
-    losses, model, (made,) = train(name, monkeypatch, upper=upper)
-    expected, stock, _ = train(name, monkeypatch, lower="replay")
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-    for one, other in zip(model.state_dict().values(), stock.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    if upper:
-        check_pieces(made, upper)
-    else:
-        assert made is None
+def shown(step):
+    slots = step.slotted.call.slots
+    return [
+        " ".join(f"{slots[number].task.kind}{slots[number].task.layer}" for number in region.slots)
+        for region in step.regions
+    ]
 
 
-def check_pieces(made, upper):
-    """Every operation is in a piece, and the side has weight gradients and updates of the upper layers."""
-    pieces = [made.first, made.side, made.rest]
-    whole = [node.name for node in made.whole.graph.nodes if node.op == "call_function"]
-    inside = [n.name for piece in pieces for n in piece.graph.graph.nodes if n.op == "call_function"]
-    assert set(whole) == set(inside)
-    assert not made.side.outputs
-    own = {n.name for n in made.side.graph.graph.nodes if n.op == "call_function"}
-    places = regions._places([n for n in made.whole.graph.nodes if n.op == "call_function"])
-    inside_first = {n.name for n in made.first.graph.graph.nodes}
-    there = {places[n] for n in places if n.name in own - inside_first}
-    assert {place.kind for place in there} == {Kind.W, Kind.U}
-    assert {place.layer for place in there} == set(range(upper, 1 + max(place.layer for place in places.values())))
+def test_one_lane_is_one_region():
+    made = regions_of("F0 F1 W1 X1 W0 X0 U0 U1")
+    assert shown(made) == ["F0 F1 W1 X1 W0 X0 U0 U1"]
+    assert made.regions[0].after == ()
 
 
-def two_layers(order):
-    """A step by hand: ``below`` reads a weight, or not, that the update of the layer above changes."""
+def test_a_region_ends_where_another_lane_waits_and_begins_where_it_waits_itself():
+    made = regions_of("F0 F1 X1 W1b U1b W0 X0 U0")
+    assert shown(made) == ["F0 F1", "X1", "W1", "U1", "W0 X0 U0"]  # U1 writes what X1 reads
+    assert [region.after for region in made.regions] == [(), (), (0,), (1,), ()]
+
+
+def test_an_update_on_the_main_lane_waits_for_the_gradient_of_the_other():
+    made = regions_of("F0 F1 X1 W1b W0 X0 U0 U1")
+    assert shown(made) == ["F0 F1", "X1 W0 X0 U0", "W1", "U1"]
+    assert [region.after for region in made.regions] == [(), (), (0,), (2,)]
+
+
+def test_work_of_the_step_before_is_a_region_of_its_own():
+    made = regions_of("F0 ~U1 F1 W1 X1 W0 X0 U0")
+    assert shown(made) == ["F0", "U1", "F1 W1 X1 W0 X0 U0"]
+    assert [region.carried for region in made.regions] == [False, True, False]
+
+
+def test_every_task_by_itself():
+    made = regions_of("F0 F1 X1 W1b U1b W0 X0 U0", by_task=True)
+    assert shown(made) == ["F0", "F1", "X1", "W1", "U1", "W0", "X0", "U0"]
+
+
+@given(costs(max_layers=4), st.sampled_from(POLICIES), st.booleans())
+def test_every_slot_in_one_region_of_its_lane_and_behind_what_it_follows(network, policy, by_task):
+    """Without operations: by what a schedule says alone."""
+    call = step_call(plan(single(network, steps=2), policy=policy))
+    after = [set() for _ in call.slots]
+    for slot, earlier in call.waits:
+        after[slot].add(earlier)
+    graph, _ = trace(lambda x: [x + 1], 1)
+    slotted = SlottedStep(call, tuple(() for _ in call.slots), tuple(map(frozenset, after)), frozenset())
+    regions = cut(graph, slotted, by_task=by_task).regions
+    assert sorted(slot for region in regions for slot in region.slots) == list(range(len(call.slots)))
+    number_of = {slot: number for number, region in enumerate(regions) for slot in region.slots}
+    # What a region has behind it: the regions before it on its lane, those that it waits for, and theirs.
+    behind, last = [], {}
+    for number, region in enumerate(regions):
+        assert {call.slots[slot].lane for slot in region.slots} == {region.lane}
+        assert {call.slots[slot].carried for slot in region.slots} == {region.carried}
+        before = {number}
+        for one in (*region.after, *last.get(region.lane, ())):
+            assert one < number
+            before |= behind[one]
+        behind.append(before)
+        last[region.lane] = (number,)
+    for slot, earlier in call.waits:
+        assert number_of[earlier] in behind[number_of[slot]]
+
+
+def test_views_of_inputs_are_made_in_every_region_that_uses_them():
+    """A compiler takes an input and a view of it for two tensors, and does not see a write to one in the other."""
 
     def step(upper, lower, x):
-        below = lower * x if order == "apart" else lower * x + upper
-        gradient = x * 3
-        upper.sub_(gradient)
-        lower.sub_(below)
-        return [below]
+        flat = upper.view(2, 2)
+        loss = x.view(2, 2) * flat
+        upper.sub_(x)
+        lower.sub_((loss * flat).view(-1))
+        return [loss]
 
-    mode = fake_mode()
-    graph = trace_to_graph(step)(*(fake_of(mode, torch.ones(4)) for _ in range(3)))
-    kinds = {"gradient": Place(Kind.W, 1), "upper": Place(Kind.U, 1), "lower": Place(Kind.U, 0)}
-    written = [n for n in graph.graph.nodes if regions.is_mutable(n)]
-    places = {n: Place(Kind.X, 0) for n in graph.graph.nodes if n.op == "call_function"}
-    places.update(zip(written, (kinds["upper"], kinds["lower"]), strict=True))
-    places[written[0].args[1]] = kinds["gradient"]
-    regions.note_places(places)
-    return graph
+    made = with_own_views(regions_of("F0 F1 X1 W1b U1b W0 X0 U0", "F0 F1 F1 U1 W0 W0 U0", step))
+    for region in made.regions:
+        assert not {"upper_1", "view"} <= {node.name for node in region.inputs}
+        assert not any(node.name == "view" for node in region.outputs)
+    assert sum("view.default](args = (%upper_1" in str(region.graph.graph) for region in made.regions) == 2
 
 
-def test_an_update_stays_behind_what_the_other_piece_reads_of_its_weight():
-    assert regions.cut(two_layers("apart"), 1) is not None
-    assert regions.cut(two_layers("together"), 1) is None
+def test_a_region_that_changes_what_another_has_made_is_not_compiled_by_itself():
+    def step(upper, lower, x):
+        loss = x * upper
+        scratch = loss + lower
+        scratch.add_(1)
+        upper.sub_(scratch)
+        lower.sub_(x)
+        return [loss]
+
+    made = regions_of("F0 F1 X1 W1b U1b W0 X0 U0", "F0 X1 X1 U1 U0", step)
+    assert with_own_views(made) is None
 
 
-@pytest.mark.parametrize("options", [{"max_grad_norm": 0.1}, {"max_grad_value": 0.01}])
-def test_with_clipping(options, monkeypatch):
-    losses, _, (made,) = train("small", monkeypatch, upper=1, **options)
-    expected, _, _ = train("small", monkeypatch, lower="replay", **options)
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-    assert (made is None) == ("max_grad_norm" in options)
+def test_regions_have_the_outputs_that_others_take():
+    made = regions_of("F0 F1 X1 W1b U1b W0 X0 U0")
+    first, _, side, update, rest = made.regions
+    assert [node.name for node in first.outputs] == ["mul", "mul_1"]
+    assert [node.name for node in side.outputs] == ["add"]
+    assert update.outputs == rest.outputs == ()
+    assert [node.name for node in update.inputs] == ["upper_1", "add"]
 
 
-def test_a_scaled_loss_leaves_nothing_to_run_beside(monkeypatch):
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    losses, _, (made,) = train("small", monkeypatch, upper=1, scaler=scaler)
-    expected, _, _ = train("small", monkeypatch, lower="replay", scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
-    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-    assert made is None
+def test_modules_of_the_whole_are_there():
+    assert isinstance(regions_of("F0 F1 W1 X1 W0 X0 U0 U1").regions[0].graph, nn.Module)
 
 
-def test_both_streams_begin_behind_what_comes_first_and_the_step_ends_behind_both(monkeypatch):
-    """With streams that are played on the CPU."""
-    parts = regions.cut(two_layers("apart"), 1)
-    upper, lower, x = (nn.Parameter(torch.full((4,), float(size)), requires_grad=False) for size in (1, 2, 3))
-    races = Races(monkeypatch)
-    with races:
-        step = regions.TwoStreams(parts, [upper, lower, x], lambda graph, _: graph)
-        for _ in range(2):
-            with as_if_on_a_gpu():
-                (below,) = step(upper, lower, x + 0)
-            total = below + upper + lower
-    assert races.found == []
-    _, on_side = races.streams.values()
-    assert on_side == 4
-    assert total.tolist() == [-21.0] * 4
-
-
-def test_costs_decide():
-    names, gpu = ["a", "b", "c"], torch.device("cuda")
-    assert upper_layers(free_costs(names), names, gpu) in (1, 2)
-    assert upper_layers(free_costs(names), names, torch.device("cpu")) is None
-    assert upper_layers(Costs.uniform(2), ["layer0", "layer1"], gpu) is None
-    with pytest.raises(UnsupportedError, match="other layers"):
-        upper_layers(free_costs(names), ["a", "b"], gpu)
-    with pytest.raises(ArgumentError, match="one stream"):
-        gradweave.compile(
-            nn.Linear(1, 1), loss_fn, adamw(nn.Linear(1, 1).parameters()), costs=free_costs("a"), lower="replay"
-        )
-
-
-def test_costs_of_the_model_are_taken_and_those_of_another_are_not():
-    model = make("small")
-    names = names_of(model)
-    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), costs=free_costs(names))
-    losses = [step(*batch).item() for batch in batches(3)]
-    assert all(loss == loss for loss in losses)
-    other = nn.Sequential(nn.Flatten(), nn.Linear(48, 5))
-    step = gradweave.compile(other, loss_fn, adamw(other.parameters()), costs=free_costs(names))
-    first, second, *_ = batches(3)
-    step(*first)
-    with pytest.raises(gradweave.GradweaveError, match="costs"):
-        step(*second)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning", r"ignore:\s*Online softmax:UserWarning")
-@pytest.mark.parametrize("name", ["mlp", "convolutional", "gpt"])
-def test_two_streams_of_a_gpu(name, monkeypatch):
-    losses, _, (made,) = train(name, monkeypatch, upper=1, device="cuda")
-    expected, _, _ = train(name, monkeypatch, device="cuda")
-    assert made is not None
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-@pytest.mark.parametrize("slow", ["first", "side", "rest"])
-def test_a_piece_that_is_slow_is_waited_for(slow, monkeypatch):
-    losses, stock, _ = train("mlp", monkeypatch, device="cuda")
-    run = regions.TwoStreams._run
-
-    def run_slowly(self, piece, values):
-        if piece is getattr(self._parts, slow):
-            torch.cuda._sleep(20_000_000)
-        run(self, piece, values)
-
-    monkeypatch.setattr(regions.TwoStreams, "_run", run_slowly)
-    made, model, (parts,) = train("mlp", monkeypatch, upper=1, device="cuda")
-    assert parts is not None
-    torch.testing.assert_close(made, losses, rtol=1e-4, atol=1e-5)
-    for one, other in zip(model.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("order", ["F0 F1 X1 W1b U1b W0 X0 U0", "F0 ~U1 F1 W1 X1 W0 X0 U0"])
+def test_compiled_regions_take_the_same_inputs(order):
+    made = with_own_views(regions_of(order))
+    assert [region.after for region in made.regions] == [region.after for region in regions_of(order).regions]
+    for region in made.regions:
+        placeholders = [node for node in region.graph.graph.nodes if node.op == "placeholder"]
+        assert len(placeholders) == len(region.inputs)

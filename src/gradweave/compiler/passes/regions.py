@@ -59,46 +59,56 @@ def cut(whole: GraphModule, slotted: SlottedStep, *, by_task: bool = False) -> R
         slotted: Its operations by slot.
         by_task: Whether every slot is a region of its own, as for measurements.
     """
-    groups = _groups(slotted, by_task=by_task)
+    waits = _waits(slotted)
+    groups = _groups(slotted, waits, by_task=by_task)
     region_of = {slot: number for number, slots in enumerate(groups) for slot in slots}
     parts = [[node for slot in slots for node in slotted.operations[slot]] for slots in groups]
     slots_of = slotted.call.slots
     regions = []
-    for number, (slots, nodes) in enumerate(zip(groups, parts, strict=True)):
+    for slots, nodes in zip(groups, parts, strict=True):
         inputs, outputs = _border(nodes)
         lane = slots_of[slots[0]].lane
-        others = {region_of[earlier] for slot in slots for earlier in slotted.after[slot]} - {number}
-        after = {one for one in others if slots_of[groups[one][0]].lane != lane}
+        after = {region_of[earlier] for earlier in waits[slots[0]]}
         graph = _graph_of(whole, nodes, inputs, outputs)
         regions.append(Region(lane, slots, slots_of[slots[0]].carried, graph, inputs, outputs, tuple(sorted(after))))
     return RegionedStep(whole, slotted, tuple(regions))
 
 
-def _groups(slotted: SlottedStep, *, by_task: bool) -> list[tuple[int, ...]]:
-    """Return the slots of every region, by their first slot."""
-    slots, after = slotted.call.slots, slotted.after
-    awaited = {
-        earlier for slot, others in enumerate(after) for earlier in others if slots[earlier].lane != slots[slot].lane
-    }
+def _groups(slotted: SlottedStep, waits: Sequence[set[int]], *, by_task: bool) -> list[tuple[int, ...]]:
+    """Return the slots of every region, by their first slot: no other one waits for another lane."""
+    slots = slotted.call.slots
+    awaited = {earlier for others in waits for earlier in others}
     groups: list[list[int]] = []
     open_group: dict[int, list[int]] = {}
-    seen: dict[int, set[int]] = {}
-    behind: list[frozenset[int]] = []
     for number, slot in enumerate(slots):
-        others = {earlier for earlier in after[number] if slots[earlier].lane != slot.lane}
-        known = seen.setdefault(slot.lane, set())
         group = open_group.get(slot.lane)
-        if group is None or by_task or not others <= known or slots[group[0]].carried != slot.carried:
+        if group is None or by_task or waits[number] or slots[group[0]].carried != slot.carried:
             group = open_group[slot.lane] = []
             groups.append(group)
-        for earlier in others:
-            known |= behind[earlier]
-        known.add(number)
-        behind.append(frozenset(known))
         group.append(number)
         if number in awaited:
             del open_group[slot.lane]
     return [tuple(group) for group in groups]
+
+
+def _waits(slotted: SlottedStep) -> list[set[int]]:
+    """Return, for each slot, the slots of other lanes that it must wait for: not those that it follows anyway."""
+    slots = slotted.call.slots
+    last: dict[int, int] = {}
+    behind: list[set[int]] = []
+    waits: list[set[int]] = []
+    for number, slot in enumerate(slots):
+        known = set(behind[last[slot.lane]]) if slot.lane in last else set()
+        others = {earlier for earlier in slotted.after[number] if slots[earlier].lane != slot.lane}
+        needed = set()
+        for earlier in sorted(others, reverse=True):  # the last of a lane has the others behind it
+            if earlier not in known:
+                needed.add(earlier)
+                known |= behind[earlier]
+        waits.append(needed)
+        behind.append(known | {number})
+        last[slot.lane] = number
+    return waits
 
 
 def _border(nodes: Sequence[Node]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:

@@ -130,11 +130,17 @@ class _Slots:
         self._own = {node: own[places[node]] for node in self.nodes if node in places}
         self.turn: dict[Node, int] = {}
         returned = set(graph.output_node().all_input_nodes)
+        # A result that nobody takes, such as a number read and not used, may not draw what it is made of to its place.
+        idle = {node: None for node in self.nodes if not (node.users or changed_by(node))}
         for node in reversed(self.nodes):
-            turns = [self.turn[user] for user in node.users if user in self.turn]
+            if node in idle:
+                continue
+            turns = [self.turn[user] for user in node.users if user in self.turn]  # not the output, nor what is idle
             turns += [self._own[node]] if node in self._own else []
             turns += [last] if node in returned or not turns else []
             self.turn[node] = min(turns)
+        for node in idle:
+            self.turn[node] = max((self.turn[used] for used in node.all_input_nodes if used in self.turn), default=last)
         self._items_with_their_tuple()
         for node in self.nodes:
             self._check_pulled(node)
