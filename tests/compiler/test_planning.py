@@ -41,7 +41,7 @@ def assert_same_training(one, other):
             assert not isinstance(value, torch.Tensor) or torch.equal(value, states[1][number][key]), (number, key)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     blocks=chains,
     policy=st.sampled_from(POLICIES),
@@ -66,7 +66,7 @@ def test_a_step_by_a_schedule_is_the_eager_step_and_runs_as_planned(blocks, poli
     check_executed(step.schedule, events_of(step, batches(9)))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["backward_fusion", "side_region", "cross_step"])
 @pytest.mark.parametrize("name", ["convolutional", "gpt", "tied", "checkpointed dropout"])
 def test_models_that_are_no_chains(name, policy):
     names = layer_names(make(name))

@@ -28,11 +28,11 @@ def shown(call):
     [
         ("in_order", "F0 F1 F2 W2 X2 W1 X1 W0 X0 U0 U1 U2"),
         ("backward_fusion", "F0 F1 F2 W2 X2 U2 W1 X1 U1 W0 X0 U0"),
-        ("forward_fusion", "F0 ~U1 ~U2 F1 F2 W2 X2 W1 X1 W0 X0 U0"),
+        ("forward_fusion", "~U0 F0 ~U1 ~U2 F1 F2 W2 X2 W1 X1 W0 X0"),
         ("side_stream", "F0 F1 F2 X2 W2 X1 W1 X0 W0 U0 U1 U2"),
     ],
 )
-def test_a_call_begins_with_its_forward_and_ends_before_the_next_one(policy, order):
+def test_a_call_begins_before_its_forward_and_ends_before_the_next_one(policy, order):
     call = step_call(plan(single(layers(3), steps=2), policy=policy))
     assert shown(call) == order
     assert call.carries == ("~" in order)

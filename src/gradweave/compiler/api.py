@@ -51,13 +51,14 @@ from gradweave.compiler.gradients import Clipping
 from gradweave.compiler.lanes import Clock, timeline_of
 from gradweave.compiler.left_work import LeftWork
 from gradweave.compiler.padding import pad_batch
-from gradweave.compiler.planning import DECIDED_BY_COSTS, StepPolicy, may_leave_work
+from gradweave.compiler.planning import DECIDED_BY_COSTS, StepPolicy, best_held_back, may_leave_work
 from gradweave.compiler.program import StepOptions
 from gradweave.compiler.replica_group import ReplicaGroup, named_replicas
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.profile.cache import cached_costs
 from gradweave.schedule.costs import Costs
+from gradweave.schedule.links import Link
 from gradweave.schedule.schedule import Schedule
 from gradweave.schedule.timeline import Timeline
 from gradweave.step_graph.errors import HookError, NoStateError, NotOneGraphError, RefusedError
@@ -161,7 +162,9 @@ def compile(
         if group is not None:
             check_replica(model, optimizer)
             scale = None if scaler is None else scaler.get_scale()
-            facts["the options"] = str((max_grad_norm, max_grad_value, scale, memory_budget, lower, reduce_dtype))
+            facts["the options"] = str(
+                (max_grad_norm, max_grad_value, scale, memory_budget, lower, reduce_dtype, policy)
+            )
             facts |= describe_optimizer(optimizer)
             facts |= describe_parameters(named_replicas(model, optimizer))
             facts |= describe_layouts(named_replicas(model, optimizer))
@@ -231,6 +234,8 @@ class Step(AccumulatingAttachment):
             self._claims.callback(options.replicas.close)
         if self._state.left is not None:
             self._claims.callback(self._state.left.detach)
+            if options.replicas is not None:
+                options.replicas.settle_by(self._state.left.flush)
         self._let_go = weakref.finalize(self, let_go, captured, self._forget, self._claims)
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -247,12 +252,16 @@ class Step(AccumulatingAttachment):
             raise GradweaveError("this step is detached; compile() the model again")
         if not torch.is_grad_enabled():
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
-        if self._state.left is not None:
-            self._state.left.open()
-            try:
-                return self._take(batch, named)
-            finally:
-                self._state.left.close()
+        if self._state.left is None:
+            return self._take_among_ranks(batch, named)
+        self._state.left.open()
+        try:
+            return self._take_among_ranks(batch, named)
+        finally:
+            self._state.left.close()
+
+    def _take_among_ranks(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Take a step, with what the ranks do before it."""
         if self._replicas is None:
             return self._take(batch, named)
         with naming_lost_peers("a step could not be taken"):
@@ -272,7 +281,7 @@ class Step(AccumulatingAttachment):
         if not self._updated.issuperset(map(id, params)):
             return self._first_step(given, params, shapes)
         if self._replicas is not None and self._replicas.is_learning:
-            return self._eager_step(given, params)
+            return self._learning_step(given, params)
         obstacle = self._obstacle(leaves)
         if obstacle is not None:
             return self._step_without_graph(obstacle, given, params)
@@ -294,9 +303,23 @@ class Step(AccumulatingAttachment):
         if not self._updated:
             refuse_sharded(self.model)  # FSDP may have come after compile(): a step would go past its wrapper
             announce("compile: the first step runs eagerly; it creates the optimizer's state")
-        result = self._eager_step(given, params)
+        result = self._learning_step(given, params)
         if self._first_shapes is None:
             self._first_shapes = shapes
+        return result
+
+    def _learning_step(self, given: Batch, params: Sequence[nn.Parameter]) -> Any:
+        """Take a step eagerly, which shows all ranks which parameters have gradients; then agree on the messages."""
+        replicas = self._replicas
+        is_to_hold = replicas is not None and replicas.is_learning and self._options.policy == "reverse_first_k"
+        result = self._eager_step(given, params)
+        if is_to_hold and replicas is not None and not replicas.is_learning:
+
+            def count(link: Link) -> int:
+                self._measure_costs(given)
+                return best_held_back(self._state.costs, link, replicas.size)  # type: ignore[arg-type]
+
+            replicas.hold_back(count)
         return result
 
     def _graph_step(
@@ -343,6 +366,7 @@ class Step(AccumulatingAttachment):
             mark_stepped(self.optimizer)
             if self._replicas is not None and state.signals is not None:
                 if self._replicas.hear(state.signals):
+                    self.flush()
                     self._late_update()
                 self._replicas.end_step()
         return loss if extras is None else (loss, extras)

@@ -61,7 +61,7 @@ def check_options(
         raise ArgumentError("memory_budget", memory_budget, "give a share from 0 to 1, or None")
     if costs is not None and not isinstance(costs, Costs):
         raise ArgumentError("costs", type(costs).__name__, "give what measure_costs() returns, or None")
-    check_policy(policy)
+    check_policy(policy, averages=averages)
     if costs is not None and lower == "replay" and policy == "auto":
         raise ArgumentError(
             "costs",
@@ -72,9 +72,6 @@ def check_options(
         raise ArgumentError("reduce_dtype", reduce_dtype, "give a floating point type, such as torch.bfloat16, or None")
     if costs is not None and averages:
         raise ArgumentError("costs", costs.name, "not with a mesh of several ranks; leave them out")
-    if policy != "auto" and averages:
-        name = getattr(policy, "policy", policy)
-        raise ArgumentError("policy", name, 'is for one device; with a mesh of several ranks use "auto"')
     if not isinstance(variants, int) or isinstance(variants, bool) or variants < 1:
         raise ArgumentError("variants", variants, "give at least 1")
     for name, limit in (("max_grad_norm", max_grad_norm), ("max_grad_value", max_grad_value)):

@@ -28,6 +28,7 @@ from gradweave._runtime.deferred.reader_guards import ReaderGuards
 from gradweave._runtime.deferred.training_thread import TrainingThread
 from gradweave._runtime.deferred.unseen_readers import why_never_pending
 from gradweave._runtime.optimizer_steps.partial import no_autocast
+from gradweave._runtime.peers.replica_messages import naming_lost_peers
 from gradweave.errors import UnsupportedError
 
 
@@ -145,6 +146,7 @@ class LeftWork:
             without_dispatch_modes(),
             without_new_function_modes(0),
             not_compiling(),
+            naming_lost_peers("the updates that a step has left could not be done"),
         ):
             step.flush()
 

@@ -30,7 +30,7 @@ from gradweave.compiler.padding import padding_values
 from gradweave.compiler.passes.placement import has_data_dependent_sizes
 from gradweave.compiler.passes.scalars import moved_slots
 from gradweave.compiler.passes.slots import SlottedStep, note_places, noted_places, slot_operations, unsupported
-from gradweave.compiler.planning import StepPolicy, schedule_for
+from gradweave.compiler.planning import StepPolicy, schedule_for, schedule_for_ranks
 from gradweave.compiler.random_numbers import generator_states, preserve_generators, restore_generators
 from gradweave.compiler.replica_group import ReplicaGroup
 from gradweave.compiler.step_state import CallState, StepState
@@ -47,7 +47,7 @@ from gradweave.step_graph.errors import (
 from gradweave.step_graph.objective import Objective, loss_output_of, outputs_of
 from gradweave.step_graph.recompute import is_checkpointed, with_recomputation
 from gradweave.step_graph.recording import Mark
-from gradweave.step_graph.tasks import StepTasks, split_convolution_backward
+from gradweave.step_graph.tasks import StepTasks, module_names, split_convolution_backward
 
 _MOST_KEPT = 16
 """Variants that a program keeps; each time the optimizer's settings change, there is one more."""
@@ -441,7 +441,7 @@ class Program:
         state = [x for x in optimizer.state() if x.dim() > 0]
         written = [*objective.inputs, *recipe.sums, *recipe.scale, *state]
         keep_order = has_aliases(written, self._state.batch)
-        call = self._call_of(traced) if recipe.update and self._state.mark is None else None
+        call = self._call_of(traced, recipe) if recipe.update and self._state.mark is None else None
         if call is None:
             return traced, Replay(traced, keep_order=keep_order)
         if keep_order:
@@ -463,9 +463,9 @@ class Program:
             recipe = replace(recipe, unguarded=moved_slots(trial, counts.slots(optimizer)))
         traced = trace_step(objective, optimizer, recipe)
         options.report(f"compiling {len(traced.graph.graph.nodes)} operations")
-        if options.policy != "auto" or self._state.costs is not None:
+        if options.policy not in ("auto", "ddp") or self._state.costs is not None:
             _split(traced)
-        call = self._call_of(traced) if recipe.update else None
+        call = self._call_of(traced, recipe) if recipe.update else None
         slots = None if call is None else partial(self._slots, traced, call, inputs)
         try:
             compiled = Compiled(traced, self._state, inputs, slots=slots)
@@ -481,7 +481,7 @@ class Program:
             return traced, Captured(compiled, self._in_place(changed, inputs), changed)
         return traced, compiled
 
-    def _call_of(self, traced: TracedStep) -> StepCall | None:
+    def _call_of(self, traced: TracedStep, recipe: Recipe) -> StepCall | None:
         """Return what a call runs by the schedule that was asked for; None if the compiler's order stays.
 
         Notes each operation's task, for passes that make other graphs of the step.
@@ -491,11 +491,22 @@ class Program:
             return None
         tasks = traced.tasks(self._model)
         note_places(tasks.places)
+        if recipe.averaging is not None:
+            return self._call_of_ranks(traced, recipe.averaging, tasks)
         schedule = schedule_for(options.policy, costs, tasks.layers, traced.optimizer.params[0].device)
         if schedule is None:
             return None
         options.report(f"planned by policy {schedule.policy!r}")
         return step_call(schedule)
+
+    def _call_of_ranks(self, traced: TracedStep, averaging: Averaging, tasks: StepTasks) -> StepCall | None:
+        policy, replicas = self._options.policy, self._options.replicas
+        if replicas is None or policy not in ("no_barrier", "reverse_first_k"):
+            return None  # a pass of the tracer sends messages behind their gradients, and waits at the updates
+        number_of = {name: number for number, name in enumerate(tasks.layers)}
+        names = module_names(traced.optimizer.params, self._model)
+        messages = [list(dict.fromkeys(number_of[names[param]] for param in message)) for message in averaging.messages]
+        return step_call(schedule_for_ranks(policy, tasks.layers, messages, replicas.held_back, replicas.size))
 
     def _slots(
         self,

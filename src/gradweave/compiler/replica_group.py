@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,16 +12,18 @@ from torch.optim import Optimizer
 
 from gradweave._compat.distributed import has_ended, name_of_group
 from gradweave._logging import announce
-from gradweave._runtime.buckets import MESSAGE_BYTES, message_params, params_by_layer
+from gradweave._runtime.buckets import MESSAGE_BYTES, bytes_of, message_params, params_by_layer
 from gradweave._runtime.lendable_ranks import lendable_ranks
 from gradweave._runtime.optimizer_steps.independence import check_independent
 from gradweave._runtime.peers.gradient_messages import GradientMessages, real_numbers
 from gradweave._runtime.peers.groups import common_name
+from gradweave._runtime.peers.link import measure_all_reduce
 from gradweave._runtime.peers.lockstep import Changes
 from gradweave._runtime.peers.replica_state import BufferBroadcast, ReplicaCheck, broadcast_state
 from gradweave._runtime.peers.same_on_ranks import same_on_ranks
 from gradweave.compiler.gradients import Signals
 from gradweave.errors import GradweaveError, UnsupportedError
+from gradweave.schedule.links import Link
 
 _TECHNIQUE = "compile"
 Layout = list[tuple[int, tuple[int, ...]]]
@@ -62,6 +64,8 @@ class ReplicaGroup:
             common norm, so that a late gradient cannot be made up for.
 
     Attributes:
+        size: Number of ranks.
+        held_back: Number of first layers whose gradients are sent at the end of backward, first layer first.
         updates_apart: Whether updates run outside of graphs.
         plan_number: Number of the present messages; another one for other messages.
     """
@@ -78,10 +82,10 @@ class ReplicaGroup:
         self._model = model
         self._optimizer = optimizer
         self._group = group
-        self._size = dist.get_world_size(group)
+        self.size = dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
         self.name = name_of_group(group)
-        self.share = 1.0 / self._size
+        self.share = 1.0 / self.size
         self.dtype = dtype
         self.updates_apart = False
         self._mixed_steps = 0
@@ -95,6 +99,8 @@ class ReplicaGroup:
         self._calls = 0
         self._has_failed = False
         self._is_over: GradweaveError | None = None
+        self.held_back = 0
+        self._settle: Callable[[], None] = lambda: None
         self._lent = lendable_ranks(optimizer)
         self._updates_depend = updates_depend or self._lent is not None
         broadcast_state([*(p for _, p in named_replicas(model, optimizer)), *model.buffers()], group)
@@ -127,7 +133,7 @@ class ReplicaGroup:
     def explain(self) -> str:
         """Return the number of ranks and of the messages of a step, and where the update runs."""
         where = ", and update outside of their graphs" if self.updates_apart else ""
-        return f"{self._size} ranks average {len(self.messages)} message(s) a step{where}"
+        return f"{self.size} ranks average {len(self.messages)} message(s) a step{where}"
 
     # A step
 
@@ -181,6 +187,8 @@ class ReplicaGroup:
 
     def end_step(self) -> None:
         """Note that weights were updated; make them equal again where ranks have updated in different ways."""
+        if self._is_mixed or self._check.wants_weights:
+            self._settle()
         if self._is_mixed:
             self._is_mixed = False
             with same_on_ranks(self._group, technique=_TECHNIQUE) as facts:  # what is sent must be alike
@@ -196,6 +204,30 @@ class ReplicaGroup:
                     level=logging.WARNING,
                 )
         self._check.step_taken()
+
+    def settle_by(self, settle: Callable[[], None]) -> None:
+        """Have weights settled before they are looked at: steps may leave updates to the next one.
+
+        Args:
+            settle: Does the updates that are left.
+        """
+        self._settle = settle
+
+    def hold_back(self, count: Callable[[Link], int]) -> None:
+        """Send the gradients of some first layers at the end of backward, first layer first; on all ranks alike.
+
+        Args:
+            count: Returns the number of layers, given the link between the ranks; the first rank is asked.
+        """
+        params = self._held()
+        device = params[0].device
+        link = measure_all_reduce(self._group, device, sum(map(bytes_of, params)))
+        found = torch.zeros(1, dtype=torch.int64, device=device)
+        if dist.get_rank(self._group) == 0:
+            found += count(link)
+        dist.broadcast(found, group_src=0, group=self._group)
+        self.held_back = int(found)
+        self._make_messages()
 
     def _take_in(self, signals: Signals) -> bool:
         self._is_mixed = signals.is_mixed
@@ -263,7 +295,7 @@ class ReplicaGroup:
 
     def _messages_of(self, params: Sequence[nn.Parameter]) -> GradientMessages:
         layers = params_by_layer(self._model, params)
-        return GradientMessages(message_params(layers, 0, MESSAGE_BYTES), self._group, self.dtype)
+        return GradientMessages(message_params(layers, self.held_back, MESSAGE_BYTES), self._group, self.dtype)
 
     def _trained_now(self) -> list[nn.Parameter]:
         """Return what the next step may update: one that was frozen may have a gradient of an earlier micro-batch."""

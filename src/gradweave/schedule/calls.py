@@ -78,6 +78,9 @@ def step_call(schedule: Schedule) -> StepCall:
             for task in (graph.tasks[index],)
         ]
         own = [task for task in own if graph.tasks[task].kind is not Kind.F]
+        # Updates on the border go with those that cross it: nothing but the next forward waits for them.
+        while any(carried for _, carried in tail) and graph.tasks[own[-1]].kind is Kind.U:
+            tail.insert(0, (own.pop(), True))
     else:
         tail = []
     placed = [*tail, *((task, False) for task in own)]
@@ -87,11 +90,21 @@ def step_call(schedule: Schedule) -> StepCall:
 
 
 def issue_order(schedule: Schedule) -> list[int]:
-    """Return all tasks in the order in which they start by simulation, and each after all that it waits for."""
+    """Return all tasks in the order in which they start by simulation, and each after all that it waits for.
+
+    A message is issued when it arrives at its link, which sends it when those before it are sent.
+    """
     graph = schedule.graph
-    starts = [0.0] * len(graph.tasks)
-    for span in reversed(schedule.simulate().spans):
+    spans = schedule.simulate().spans
+    starts, ends = [0.0] * len(graph.tasks), [0.0] * len(graph.tasks)
+    for span in reversed(spans):
         starts[span.number] = span.start
+    for span in spans:
+        ends[span.number] = max(ends[span.number], span.end)
+    for lane in schedule.lanes:
+        if lane.discipline is Discipline.FIFO:
+            for task in lane.tasks:
+                starts[task] = max((ends[need] for need in graph.needs[task]), default=starts[task])
     earlier: list[list[int]] = [list(needs) for needs in graph.needs]
     for task, other in schedule.waits:
         earlier[task].append(other)
@@ -99,11 +112,15 @@ def issue_order(schedule: Schedule) -> list[int]:
         if lane.discipline is Discipline.IN_ORDER:
             for before, after in pairwise(lane.tasks):
                 earlier[after].append(before)
-    place = {task: (number, at) for number, lane in enumerate(schedule.lanes) for at, task in enumerate(lane.tasks)}
+    place = {
+        task: (graph.tasks[task].kind is not Kind.C, number, at)  # what arrives with the border is sent before it
+        for number, lane in enumerate(schedule.lanes)
+        for at, task in enumerate(lane.tasks)
+    }
     return _in_order(earlier, [(starts[task], *place[task]) for task in range(len(starts))])
 
 
-def _in_order(earlier: Sequence[Sequence[int]], keys: Sequence[tuple[float, int, int]]) -> list[int]:
+def _in_order(earlier: Sequence[Sequence[int]], keys: Sequence[tuple[float, bool, int, int]]) -> list[int]:
     """Return all numbers so that each comes after those before it, and otherwise by key."""
     left = [len(set(others)) for others in earlier]
     later: list[list[int]] = [[] for _ in earlier]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gradweave.errors import ArgumentError
@@ -120,7 +120,16 @@ def bucket(graph: TaskGraph, bucket_bytes: int, *, k: int = 0) -> TaskGraph:
     if bucket_bytes < 0:
         raise ArgumentError("bucket_bytes", bucket_bytes, "give 0 (one message per layer) or more")
     sizes = [layer.parameter_bytes for layer in graph.costs.layers]
-    members = message_buckets(range(graph.layers), k, sizes.__getitem__, bucket_bytes)
+    return merge_messages(graph, message_buckets(range(graph.layers), k, sizes.__getitem__, bucket_bytes))
+
+
+def merge_messages(graph: TaskGraph, members: Sequence[Sequence[int]]) -> TaskGraph:
+    """Merge the per-layer messages of each step.
+
+    Args:
+        graph: A graph with one message per layer.
+        members: The layers of each message, neighbours of each other.
+    """
     bucket_of = {layer: number for number, layers in enumerate(members) for layer in layers}
     cluster = graph.cluster
     tasks: list[Task] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -81,6 +82,22 @@ def memory_of_node(node: Node) -> int | None:
 def memories_of(nodes: Iterable[Node]) -> set[int]:
     """Return the identities of the memory behind the values of some nodes."""
     return {memory for node in nodes if (memory := memory_of_node(node)) is not None}
+
+
+def extent_of(node: Node) -> tuple[int, int, int] | None:
+    """Return the memory behind a node's value, with the first byte of it that the value covers and the one after it.
+
+    Values of a dtype or a layout that says nothing of bytes cover all; None for numbers.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.layout is not torch.strided or any(isinstance(size, torch.SymInt) for size in value.shape):
+        return memory_of(value), 0, sys.maxsize
+    first = int(value.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    size = value.element_size()
+    return memory_of(value), first * size, (last + 1) * size if value.numel() else first * size
 
 
 def has_data_dependent_size(target: Any, indices: Sequence[Any]) -> bool:

@@ -183,3 +183,33 @@ def test_places_are_noted_and_those_of_new_operations_are_their_users():
     product, total = [node for node in graph.graph.nodes if node.op == "call_function"]
     note_places({total: Place("U", 3)})
     assert noted_places(graph.graph) == {product: Place("U", 3), total: Place("U", 3)}
+
+
+def test_a_use_that_comes_again_after_a_write_is_seen():
+    def step(weight, x):
+        first = x * weight
+        weight.sub_(x)
+        again = x * weight
+        return [first, again]
+
+    graph, (weight, _) = trace(step, 2)
+    with pytest.raises(UnsupportedError, match="F0 needs a part of U0"):
+        slot_operations(graph.graph, placed(graph, "F0 U0 F0"), call_of(1, "F0 W0 X0 U0"), lasting=[weight])
+
+
+def test_parts_of_one_memory_are_apart():
+    """As the gradients of two layers in one message."""
+
+    def step(upper, lower, x):
+        message = x + 0
+        first, second = message[:2], message[2:]
+        first.mul_(2)
+        second.mul_(3)
+        upper.sub_(second.sum())
+        lower.sub_(first.sum())
+        return [x * 1]
+
+    graph, (upper, lower, _) = trace(step, 3)
+    tasks = "W1 - - U0 U1 U1 U1 U0 U0 F0"
+    slotted = slot_operations(graph.graph, placed(graph, tasks), call_of(2, EARLY), lasting=[upper, lower])
+    assert named(slotted)["U1"][-1] == "sub_"

@@ -88,6 +88,11 @@ class ReplicaCheck:
             facts=lambda: settings_of(optimizer),
         )
 
+    @property
+    def wants_weights(self) -> bool:
+        """Whether the next step that is taken has its weights looked at."""
+        return self._wants_hashes
+
     def step_taken(self) -> None:
         """Count a step of this rank, and hash its weights if the next comparison needs them."""
         self._steps += 1

@@ -12,19 +12,22 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
+from gradweave._compat.distributed import finishes_sum, starts_sum
 from gradweave.errors import UnsupportedError
 from gradweave.schedule.calls import StepCall
 from gradweave.schedule.tasks import Kind
-from gradweave.step_graph.nodes import changed_by, memories_of
+from gradweave.step_graph.nodes import changed_by, extent_of, memories_of
 from gradweave.step_graph.tasks import Place
 
 _PLACE = "gradweave_place"
-_RANDOM = -1
-"""Stands for the state of the random number generators among the identities of memory."""
+_LINK, _RANDOM = -2, -1
+"""Stand among the identities of memory for the order of messages, which ranks match them by, and for the state of the
+random number generators."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +95,16 @@ def slot_operations(
     )
 
 
+def _received(nodes: Sequence[Node], places: Mapping[Node, Place]) -> set[Node]:
+    """Return the operations that wait for messages, and what takes these apart: for whoever needs them first."""
+    received: set[Node] = set()
+    for node in nodes:
+        is_message = node in places and places[node].kind is Kind.C
+        if is_message and (finishes_sum(node) or any(used in received for used in node.all_input_nodes)):
+            received.add(node)
+    return received
+
+
 def note_places(places: Mapping[Node, Place]) -> None:
     """Note the task of each operation in its metadata, which copies of the graph keep."""
     for node, place in places.items():
@@ -122,12 +135,14 @@ class _Slots:
         self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         count = len(call.slots)
         own = {
-            (slot.task.kind, slot.task.layer): position + count * slot.carried
+            (slot.task.kind, layer): position + count * slot.carried
             for position, slot in enumerate(call.slots)
+            for layer in range(slot.task.layer, slot.task.layer + slot.task.layers)
         }
         last = max((turn for turn in own.values() if turn < count), default=0)
         self._places = places
-        self._own = {node: own[places[node]] for node in self.nodes if node in places}
+        received = _received(self.nodes, places)
+        self._own = {node: own[places[node]] for node in self.nodes if node in places and node not in received}
         self.turn: dict[Node, int] = {}
         returned = set(graph.output_node().all_input_nodes)
         # A result that nobody takes, such as a number read and not used, may not draw what it is made of to its place.
@@ -143,7 +158,8 @@ class _Slots:
             self.turn[node] = max((self.turn[used] for used in node.all_input_nodes if used in self.turn), default=last)
         self._items_with_their_tuple()
         for node in self.nodes:
-            self._check_pulled(node)
+            if node not in idle:
+                self._check_pulled(node)
 
     def _items_with_their_tuple(self) -> None:
         for node in self.nodes:
@@ -158,7 +174,8 @@ class _Slots:
         slot = self.call.slots[turn % len(self.call.slots)]
         kind, layer = self._places[node]
         # Numbers for all layers, such as a bias correction, are of U; what they are computed from is checked by itself.
-        if kind is Kind.U or (layer == slot.task.layer and slot.task.kind is not Kind.F):
+        is_number = kind is Kind.U and not changed_by(node)
+        if is_number or (layer == slot.task.layer and slot.task.kind is not Kind.F):
             return
         raise unsupported(
             self.call,
@@ -179,44 +196,62 @@ def unsupported(call: StepCall, reason: str) -> UnsupportedError:
     )
 
 
+class _Use(NamedTuple):
+    """A use of memory: in which turn, of which bytes, and whether it writes them."""
+
+    turn: int
+    first: int
+    end: int
+    writes: bool
+
+    def conflicts_with(self, other: _Use) -> bool:
+        """Return whether the order of the two can be seen."""
+        return (self.writes or other.writes) and self.first < other.end and other.first < self.end
+
+
 def _check_memory(slots: _Slots, lasting: Collection[Node], after: Sequence[set[int]]) -> None:
     """Check that memory is read and written in the traced order, within a step and from one to the next.
 
     What must follow what is added to ``after``.
     """
-    uses: dict[int, list[tuple[int, bool]]] = defaultdict(list)
+    uses: dict[int, list[_Use]] = defaultdict(list)
     for node in slots.nodes:
-        written = memories_of(changed_by(node))
+        turn, changed = slots.turn[node], set(changed_by(node))
+        if not changed and memories_of([node]) & memories_of(node.all_input_nodes):
+            continue  # a view reads nothing
+        for used in (node, *node.all_input_nodes):
+            extent = extent_of(used)
+            # An operation that changes a tensor returns it.
+            if extent is not None:
+                writes = used in changed or (used is node and any(extent_of(one) == extent for one in changed))
+                use = _Use(turn, *extent[1:], writes)
+                if not uses[extent[0]] or uses[extent[0]][-1] != use:
+                    uses[extent[0]].append(use)
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            written.add(_RANDOM)
-        for memory in written | memories_of((node, *node.all_input_nodes)):
-            use = slots.turn[node], memory in written
-            if not uses[memory] or uses[memory][-1] != use:
-                uses[memory].append(use)
-    in_every_call = {*memories_of(lasting), _RANDOM}
+            uses[_RANDOM].append(_Use(turn, 0, 1, True))
+        if starts_sum(node):
+            uses[_LINK].append(_Use(turn, 0, 1, True))
+    in_every_call = {*memories_of(lasting), _LINK, _RANDOM}
     for memory, of_memory in uses.items():
-        if any(writes for _, writes in of_memory):
+        if any(use.writes for use in of_memory):
             # The next step uses what lasts in the same turns, one call later.
             count = len(slots.call.slots) if memory in in_every_call else 0
-            again = [(turn + count, writes) for turn, writes in of_memory] if count else []
+            again = [use._replace(turn=use.turn + count) for use in of_memory] if count else []
             _check_uses(slots, [*of_memory, *again], after)
 
 
-def _check_uses(slots: _Slots, uses: Sequence[tuple[int, bool]], after: Sequence[set[int]]) -> None:
-    """Check the turns in which one memory is used, with whether it is written, in the traced order."""
+def _check_uses(slots: _Slots, uses: Sequence[_Use], after: Sequence[set[int]]) -> None:
+    """Check the uses of one memory, in the traced order."""
     count = len(slots.call.slots)
-    last_read = last_write = -1
-    for turn, writes in uses:
-        before = max(last_write, last_read) if writes else last_write
-        if turn < before:
-            raise unsupported(
-                slots.call,
-                f"in this step {slots.name(turn)} uses memory before {slots.name(before)} does, which comes first",
-            )
-        for earlier in (last_write, last_read) if writes else (last_write,):
-            if earlier >= 0 and earlier // count == turn // count:
-                after[turn % count].add(earlier % count)
-        if writes:
-            last_write = max(last_write, turn)
-        else:
-            last_read = max(last_read, turn)
+    for number, use in enumerate(uses):
+        for earlier in uses[:number]:
+            if not use.conflicts_with(earlier):
+                continue
+            if use.turn < earlier.turn:
+                raise unsupported(
+                    slots.call,
+                    f"in this step {slots.name(use.turn)} uses memory before {slots.name(earlier.turn)} does, which "
+                    "comes first",
+                )
+            if earlier.turn // count == use.turn // count:
+                after[use.turn % count].add(earlier.turn % count)

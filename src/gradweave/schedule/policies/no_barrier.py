@@ -12,7 +12,7 @@ from gradweave.schedule.transforms import bucket
 
 
 def no_barrier(graph: TaskGraph, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Schedule:
-    """Like ddp, but each layer's update comes just before its next forward.
+    """Like ddp, but the updates of a message come just before the next forward of its first layer.
 
     Args:
         graph: A graph of replicas.

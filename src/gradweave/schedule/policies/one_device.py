@@ -43,10 +43,25 @@ def updates(graph: TaskGraph, step: int) -> list[int]:
 
 
 def updates_before_use(graph: TaskGraph, step: int) -> list[int]:
-    """Return U of every layer, each just before the layer's F of the next step."""
-    order = updates(graph, step)
+    """Return U of every layer, those of a message just before the first F of its layers in the next step."""
     uses = forward(graph, step + 1)
-    return [task for pair in zip(order, uses, strict=True) for task in pair] if uses else order
+    if not uses:
+        return updates(graph, step)
+    order: list[int] = []
+    updated: set[int] = set()
+    message_of = {}
+    for communication in graph.communication.values():
+        for task in (graph.tasks[index] for index in communication):
+            if task.step == step:
+                message = range(task.layer, task.layer + task.layers)
+                message_of.update(dict.fromkeys(message, message))
+    for layer, use in enumerate(uses):
+        if layer not in updated:
+            message = message_of.get(layer, range(layer, layer + 1))
+            order += graph.find(Kind.U, message, step)
+            updated.update(message)
+        order.append(use)
+    return order
 
 
 def stream(name: str, tasks: Iterable[int]) -> Lane:

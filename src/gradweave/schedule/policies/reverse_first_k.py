@@ -46,8 +46,12 @@ def reverse_first_k(
 
 
 def _schedule(graph: TaskGraph, k: int, bucket_bytes: int) -> Schedule:
+    return held_back(bucket(graph, bucket_bytes, k=k), k)
+
+
+def held_back(graph: TaskGraph, k: int) -> Schedule:
+    """Return the schedule of a graph whose messages are those of reverse first-k."""
     layers = range(graph.layers)
-    graph = bucket(graph, bucket_bytes, k=k)
     index = graph.index
     order = forward(graph, 0)
     for step in range(graph.steps):
