@@ -5,7 +5,8 @@
 Two ranks, one core each, with real computation. For each ratio r of communication to computation, sizes of DDP's
 buckets are ranked first, for eager steps and for compiled ones. Then all take turns: eager DDP with a fused optimizer;
 the same with model and loss under ``torch.compile``; both with torch's bf16 hook, which sends half of the bytes; our
-step, replayed and compiled, which sends float32, and compiled with bfloat16 messages. ``best_stock`` is the fastest of
+step, replayed and compiled, which sends float32, with a barrier between steps and without one, and compiled with
+bfloat16 messages. ``best_stock`` is the fastest of
 stock steps that average in float32; the one that is fastest in a first round takes turns with itself (``a_a``).
 Computation is what our compiled step takes on a free link.
 """
@@ -36,6 +37,9 @@ BF16 = {"ddp, bf16 hook": "ddp_bf16_fused", "ddp, compiled, bf16 hook": "ddp_com
 OURS_BY_NAME = {
     "compile(mesh=), replay": {"lower": "replay"},
     "compile(mesh=)": {"lower": "inductor"},
+    "compile(mesh=), no barrier": {"lower": "inductor", "policy": "no_barrier"},
+    "compile(mesh=), reverse first-k": {"lower": "inductor", "policy": "reverse_first_k"},
+    "compile(mesh=), reverse first-k, replay": {"lower": "replay", "policy": "reverse_first_k"},
     "compile(mesh=), bf16": {"lower": "inductor", "reduce_dtype": "bfloat16"},
 }
 AGAIN = " (again)"
