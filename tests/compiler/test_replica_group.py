@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradweave
 from gradweave import _logging, optim
 from gradweave._compat.distributed import finishes_sum, starts_sum
+from gradweave._runtime.deferred.pending_parameter import PendingParameter
 from gradweave.compiler import replica_group
 from gradweave.step_graph.nodes import phase_of
 from parallel.data_parallel.models import batch, make, optimizer_of
@@ -113,7 +114,7 @@ def compiled(
 
 def both(**options):
     ways = {"lower": options.pop("lower", "replay")}
-    ways |= {key: options.pop(key) for key in ("differ", "reduce_dtype") if key in options}
+    ways |= {key: options.pop(key) for key in ("differ", "reduce_dtype", "policy") if key in options}
     return with_ddp(**options, bf16="reduce_dtype" in ways), compiled(**options, **ways)
 
 
@@ -195,6 +196,75 @@ def test_messages_of_single_layers_carry_the_same(two, lower):
     assert "2 ranks average 5 message(s)" in results[0][1]["explain"]
 
 
+def freezes(step, model):
+    """Freeze a layer, and later thaw it; return whether DistributedDataParallel has to be made anew."""
+    if step in (2, 4):
+        model[0].requires_grad_(step == 4)
+    return step in (2, 4)
+
+
+def several_trainings(trainings):
+    """Train in several ways, messages of single layers, and hold all of them against DistributedDataParallel."""
+    return [several_messages(**training) for training in trainings]
+
+
+NO_BARRIER = [
+    {"kind": "mlp", "optimizer": "adamw"},
+    {"kind": "conv", "optimizer": "sgd"},
+    {"kind": "gpt", "optimizer": "adamw", "steps": 3},
+    {"kind": "tied", "optimizer": "sgd"},
+    {"kind": "mlp", "optimizer": "sgd", "clip": 0.1},
+    {"kind": "mlp", "optimizer": "adamw", "scaled": True},
+    {"kind": "mlp", "optimizer": "sgd", "accumulate": 2},
+    {"kind": "mlp", "optimizer": "sgd", "reduce_dtype": torch.bfloat16},
+    {"kind": "mlp", "optimizer": "sgd", "steps": 7, "change": freezes},
+]
+
+
+@pytest.mark.parametrize("policy", ["no_barrier", "reverse_first_k"])
+def test_steps_without_a_barrier_are_those_of_ddp_bit_for_bit(two, policy, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = two.run(several_trainings, trainings=[{**training, "policy": policy} for training in NO_BARRIER])
+    for number, training in enumerate(NO_BARRIER):
+        assert_same({rank: results[number] for rank, results in found.items()})
+        explained = found[0][number][1]["explain"]
+        assert f"by policy '{policy}' on gpu0 main, link" in explained, training
+
+
+def test_compiled_steps_without_a_barrier_are_those_of_ddp_to_rounding(two):
+    options = {"kind": "mlp", "optimizer": "sgd", "lower": "inductor", "policy": "no_barrier"}
+    assert_same(two.run(several_messages, **options), tolerance=1e-5)
+
+
+def crossing_the_border():
+    """Return which updates a step leaves to the next one, and what it has run when its call returns."""
+    replica_group.MESSAGE_BYTES, before = 1, replica_group.MESSAGE_BYTES
+    try:
+        model, rank = make("mlp"), dist.get_rank()
+        opt = optimizer_of(model.parameters(), "sgd")
+        step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay", policy="no_barrier")
+        for number in range(7):  # after some of the first ones weights are compared
+            step_of(*batch("mlp", number, rank))
+        pending = [type(p) is PendingParameter for p in model.parameters()]
+        spans = step_of.timeline(*batch("mlp", 7, rank)).spans
+        weights = [p.detach().clone() for p in model.parameters()]
+        return pending, [f"{span.task.kind}{span.task.layer}" for span in spans], weights
+    finally:
+        replica_group.MESSAGE_BYTES = before
+
+
+def test_updates_wait_for_their_messages_in_the_next_step(two):
+    found = two.run(crossing_the_border)
+    pending, order, _ = found[0]
+    assert all(pending)
+    own = [task for task in order if task[0] != "C"]  # a message is issued when it can be, beside what comes next
+    assert " ".join(own) == "U0 F0 U1 F1 U2 F2 U3 F3 U4 F4 W4 X4 W3 X3 W2 X2 W1 X1 W0 X0"
+    assert [task for task in order if task[0] == "C"] == ["C4", "C3", "C2", "C1", "C0"]
+    assert all(order.index(f"W{layer}") < order.index(f"C{layer}") for layer in range(5))
+    assert order.index("C4") < order.index("W3")
+    assert all(torch.equal(*pair) for pair in zip(found[0][2], found[1][2], strict=True))
+
+
 def order_of_a_step():
     """Return where in a step's graph messages are sent, where backward ends, and where the first one is waited for."""
     before, buckets_size = replica_group.MESSAGE_BYTES, 1
@@ -219,13 +289,6 @@ def test_messages_leave_while_backward_goes_on(two):
     assert len(sends) == len(waits) > 5
     assert sum(place < end for place in sends) >= len(sends) - 2
     assert min(waits) > end
-
-
-def freezes(step, model):
-    """Freeze a layer, and later thaw it; return whether DistributedDataParallel has to be made anew."""
-    if step in (2, 4):
-        model[0].requires_grad_(step == 4)
-    return step in (2, 4)
 
 
 def test_layers_are_frozen_and_thawed(two):
@@ -284,7 +347,7 @@ def test_layers_that_some_ranks_use_in_some_steps(two, used):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def shapes(*, way, sizes):
+def shapes(*, way, sizes, policy="auto"):
     """Train on batches of other sizes on each rank."""
     rank, model = dist.get_rank(), make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
@@ -292,8 +355,9 @@ def shapes(*, way, sizes):
         wrapped = DistributedDataParallel(model)
     else:
         step_of = gradweave.compile(
-            model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay", new_shapes="eager", variants=2
-        )
+            model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay", new_shapes="eager", variants=2,
+            policy=policy,
+        )  # fmt: skip
     for number, size in enumerate(sizes[rank]):
         x, y = batch("mlp", number, rank)
         if way == "ddp":
@@ -305,9 +369,10 @@ def shapes(*, way, sizes):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_a_rank_may_step_eagerly_while_another_has_a_graph(two):
+@pytest.mark.parametrize("policy", ["auto", "no_barrier"])
+def test_a_rank_may_step_eagerly_while_another_has_a_graph(two, policy):
     sizes = [[6, 6, 6, 4, 6, 3], [6, 6, 5, 6, 6, 6]]
-    expected, made = (two.run(shapes, way=way, sizes=sizes) for way in ("ddp", "ours"))
+    expected, made = (two.run(shapes, way=way, sizes=sizes, policy=policy) for way in ("ddp", "ours"))
     for rank in range(2):
         assert all(torch.equal(one, other) for one, other in zip(made[rank], expected[rank], strict=True))
 
@@ -410,11 +475,11 @@ def test_ranks_without_a_mesh_are_told_that_they_train_apart(two):
     assert heard[1] == []  # the first rank speaks for all
 
 
-def dies(*, at, lower):
+def dies(*, at, lower, policy="auto"):
     """Let the second rank end in a step; return the first one's error, how long it took, and whether weights stayed."""
     rank, model = dist.get_rank(), make("mlp")
     opt = optimizer_of(model.parameters(), "sgd")
-    step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower=lower)
+    step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower=lower, policy=policy)
     for number in range(at):
         step_of(*batch("mlp", number, rank))
     if rank:
@@ -429,11 +494,14 @@ def dies(*, at, lower):
     return "none", "", 0.0, True
 
 
-@pytest.mark.parametrize(("at", "lower"), [(0, "replay"), (3, "replay"), (3, "inductor")])
-def test_a_lost_rank_is_an_error_and_leaves_weights_whole(tmp_path, at, lower):
+@pytest.mark.parametrize(
+    ("at", "lower", "policy"),
+    [(0, "replay", "auto"), (3, "replay", "auto"), (3, "inductor", "auto"), (3, "replay", "no_barrier")],
+)
+def test_a_lost_rank_is_an_error_and_leaves_weights_whole(tmp_path, at, lower, policy):
     world = World(tmp_path, 2, 1)
     try:
-        world.ask(dies, range(2), at=at, lower=lower)
+        world.ask(dies, range(2), at=at, lower=lower, policy=policy)
         kind, message, seconds, whole = world.answers([0])[0]
     finally:
         world.close()
@@ -441,6 +509,38 @@ def test_a_lost_rank_is_an_error_and_leaves_weights_whole(tmp_path, at, lower):
     assert "a rank is lost, or has run out of batches" in message
     assert seconds < 30
     assert whole
+
+
+def dies_with_messages_under_way():
+    """Let the second rank end while updates of the last step still wait for its messages; look at a weight then."""
+    model = make("gpt")
+    opt = optimizer_of(model.parameters(), "sgd")
+    step_of = gradweave.compile(model, loss_fn, opt, mesh=dist.group.WORLD, lower="replay", policy="no_barrier")
+    for number in range(4):
+        step_of(*batch("gpt", number, dist.get_rank()))
+    if dist.get_rank():
+        os._exit(0)
+    began, errors = time.monotonic(), []
+    for look in (lambda: next(model.parameters()).sum(), lambda: step_of(*batch("gpt", 5, 0))):
+        try:
+            look()
+        except gradweave.GradweaveError as error:
+            errors.append(type(error).__name__)
+    finite = all(bool(p.isfinite().all()) and type(p) is nn.Parameter for p in model.parameters())
+    return errors, time.monotonic() - began, finite
+
+
+def test_a_rank_that_is_lost_between_steps_is_an_error_at_the_latest_in_the_next(tmp_path):
+    world = World(tmp_path, 2, 1)
+    try:
+        world.ask(dies_with_messages_under_way, range(2))
+        errors, seconds, finite = world.answers([0])[0]
+    finally:
+        world.close()
+    assert "LostPeerError" in errors
+    assert set(errors) == {"LostPeerError"}
+    assert seconds < 30
+    assert finite
 
 
 def with_eva(*, way, optimizer, lower="replay"):
