@@ -64,6 +64,7 @@ def data_parallel_stock_table(results: Results) -> str:
 COMPILED = "compile-ranks.csv"
 COMPILED_WAYS = (
     "ddp", "ddp, compiled", "ddp, bf16 hook", "ddp, compiled, bf16 hook", "compile(mesh=), replay", "compile(mesh=)",
+    "compile(mesh=), no barrier", "compile(mesh=), reverse first-k", "compile(mesh=), reverse first-k, replay",
     "compile(mesh=), bf16",
 )  # fmt: skip
 

@@ -10,9 +10,10 @@ import gradweave
 from compiler.models import adamw, batches, loss_fn, make
 from compiler.planned import POLICIES, chains, events_of, layer_names, make_chain, random_costs, train
 from executed_is_planned import check_executed
-from gradweave.compiler.planning import schedule_for
+from gradweave.compiler.planning import best_held_back, schedule_for, schedule_for_ranks
 from gradweave.errors import ArgumentError, UnsupportedError
-from gradweave.schedule import Costs, Demand, LayerCost, Link, data_parallel, plan, single
+from gradweave.schedule import Costs, Demand, Kind, LayerCost, Link, data_parallel, plan, single
+from gradweave.schedule.calls import step_call
 
 OPTIMIZERS = {
     "adamw": adamw,
@@ -210,3 +211,48 @@ def test_costs_decide():
         schedule_for("auto", free, ["a", "b"], gpu)
     with pytest.raises(ArgumentError, match="measure_costs"):
         schedule_for("joint", None, names, gpu)
+
+
+def messages_of(schedule):
+    tasks = schedule.graph.tasks
+    sent = [tasks[index] for index in schedule.graph.communication["link"] if tasks[index].step == 0]
+    return [list(range(task.layer, task.layer + task.layers)) for task in sent]
+
+
+def test_the_schedule_of_ranks_has_the_messages_that_they_send():
+    names = ["a", "b", "c", "d"]
+    schedule = schedule_for_ranks("no_barrier", names, [[3], [2, 1], [0]], 0, 2)
+    assert messages_of(schedule) == [[3], [1, 2], [0]]
+    call = step_call(schedule)
+    ran = " ".join(f"{'~' * slot.carried}{slot.task.kind}{slot.task.layer}" for slot in call.slots)
+    assert ran.startswith("~U0 F0 ~U1 ~U2 F1 F2 ~U3 F3 ")
+    assert not any(slot.carried and slot.task.kind is Kind.C for slot in call.slots)
+
+
+def test_what_is_held_back_is_sent_in_the_order_of_the_next_forward():
+    names = ["a", "b", "c", "d"]
+    schedule = schedule_for_ranks("reverse_first_k", names, [[3, 2], [0], [1]], 2, 2)
+    assert schedule.options == {"k": 2}
+    assert messages_of(schedule) == [[2, 3], [0], [1]]
+    order = [slot.task for slot in step_call(schedule).slots if slot.task.kind in (Kind.W, Kind.C)]
+    assert " ".join(f"{task.kind}{task.layer}" for task in order) == "W3 W2 C2 W0 C0 W1 C1"
+
+
+@pytest.mark.parametrize("messages", [[[3, 1], [2], [0]], [[3], [2, 1]], [[3], [3, 2, 1], [0]]])
+def test_messages_of_layers_that_are_no_neighbours_are_refused(messages):
+    with pytest.raises(UnsupportedError, match="not used one after the other"):
+        schedule_for_ranks("no_barrier", ["a", "b", "c", "d"], messages, 0, 2)
+
+
+def test_how_much_is_held_back_depends_on_the_link():
+    layers = tuple(LayerCost(f"{i}", 1.0, 1.0, 1.0, 0.1, 1 << 23, 1 << 23, 1 << 23) for i in range(8))
+    costs = Costs(layers)
+    assert best_held_back(costs, Link(1e15), 2) == 0
+    assert best_held_back(costs, Link((1 << 23) / 2.5), 2) > 0
+
+
+def test_each_place_has_its_policies():
+    model = nn.Linear(48, 5)
+    for policy in ("ddp", "no_barrier", "reverse_first_k"):
+        with pytest.raises(ArgumentError, match="on one device use"):
+            gradweave.compile(model, loss_fn, adamw(model.parameters()), policy=policy)

@@ -327,3 +327,13 @@ def test_a_class_that_is_patched_later(monkeypatch):
             return train("mlp", lower, each=each)
 
     assert_identical(run("replay"), run(None))
+
+
+def test_a_batch_that_was_marked_dynamic_is_a_graph_like_any_other():
+    """As torch marks what it has compiled for many sizes."""
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay")
+    for x, y in batches(4):
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        step(x, y)
+    assert step.eager_reason is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from gradweave._compat.functions import flat_leaves
 
 outside_of_graphs: Callable[[Any], Any] = torch._disable_dynamo  # type: ignore[attr-defined]
 """Decorate a function that Dynamo calls between two graphs; unlike ``torch.compiler.disable``, importing nothing before
@@ -54,3 +57,53 @@ def _without_compiling_flag() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+_SIZE_MARKS = (
+    "_dynamo_dynamic_indices",
+    "_dynamo_weak_dynamic_indices",
+    "_dynamo_propagated_dynamic_indices",
+    "_dynamo_unbacked_indices",
+    "_dynamo_strict_unbacked_indices",
+    "_dynamo_dynamic_range",
+)
+
+
+@contextmanager
+def sizes_unmarked(values: Any) -> Iterator[None]:
+    """Return a context in which Dynamo takes the sizes of all tensors as fixed, as ``dynamic=False`` promises.
+
+    It does not for tensors that are marked, by the user or by what torch compiled for many shapes and was given them.
+    """
+    found = [
+        (x, name, vars(x)[name])
+        for x in flat_leaves(values)
+        if isinstance(x, torch.Tensor)
+        for name in _SIZE_MARKS
+        if name in vars(x)
+    ]
+    for x, name, _ in found:
+        delattr(x, name)
+    try:
+        yield
+    finally:
+        for x, name, value in found:
+            setattr(x, name, value)
+
+
+class _FailingMetrics(logging.Filter):
+    """Leaves out a message of torch 2.11's: it sorts settings to log them, and functions have no order."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return "Unexpected exception logging" not in record.getMessage()
+
+
+@contextmanager
+def without_failing_metrics() -> Iterator[None]:
+    """Return a context in which torch 2.11 does not tell, at each compilation, that it cannot log its settings."""
+    log, quiet = logging.getLogger("torch._dynamo.metrics_context"), _FailingMetrics()
+    log.addFilter(quiet)
+    try:
+        yield
+    finally:
+        log.removeFilter(quiet)

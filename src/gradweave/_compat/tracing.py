@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from gradweave._compat.dynamo import sizes_unmarked, without_failing_metrics
 from gradweave._logging import announce
 from gradweave.errors import ArgumentError, GradweaveError
 
@@ -632,7 +633,8 @@ def dynamo_compile(
         return result
 
     def call(*args: Any, **named: Any) -> Any:
-        with settings, _whole_functions() if exact else nullcontext():
+        seen = _whole_functions() if exact else nullcontext()
+        with settings, seen, sizes_unmarked((args, named)), without_failing_metrics():
             try:
                 return captured(*args, **named)
             except exc.BackendCompilerFailed as error:

@@ -139,7 +139,7 @@ def test_eager_steps_between_replays_of_a_captured_one(cls):
     """Each has a table of addresses of its own."""
     pytest.importorskip("triton")
     model, other = make_conv().cuda(), make_conv().cuda()
-    optimizer, stock = cls(model), cls(other)
+    optimizer, stock = cls(model, capturable=True), cls(other)
     given = batches(8)
     x = given[0].clone()
     side = torch.cuda.Stream()
@@ -211,7 +211,7 @@ def test_sums_in_kernels_are_those_without(cls, dtype, order, monkeypatch):
 @pytest.mark.parametrize("cls", [Eva, EvaF])
 def test_vectors_of_a_captured_backward_whose_steps_are_eager(cls):
     model, other = make_conv().cuda(), make_conv().cuda()
-    optimizer, stock = cls(model), cls(other)
+    optimizer, stock = cls(model, capturable=True), cls(other)
     given = batches(6)
     x = given[0].clone()
     side = torch.cuda.Stream()

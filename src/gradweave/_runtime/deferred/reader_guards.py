@@ -37,9 +37,12 @@ class ReaderGuards:
         self._flush = flush
         self._traced = traced
         self._hooks: list[Any] = []
+        self._own = self._read_unseen(model)
         try:
             for module in modules_outside_compiled(model):
-                self._guard_owner(module)
+                if module is not model:
+                    self._guard_owner(module)
+            # One hook for the model: torch 2.11's Dynamo takes hooks that were put before others for each other.
             entered = ModuleHook(self._entered)
             self._hooks.append(model.register_forward_pre_hook(entered, prepend=True, with_kwargs=True))
         except BaseException:
@@ -53,7 +56,13 @@ class ReaderGuards:
         self._hooks.clear()
 
     def _guard_owner(self, module: nn.Module) -> None:
-        """Resolve, before a module runs, parameters that it may read without consulting their class.
+        params = self._read_unseen(module)
+        if params:
+            hook = ModuleHook(partial(self._about_to_read, params))
+            self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def _read_unseen(self, module: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters that a module may read without consulting their class: resolved before it runs.
 
         Compiled modules read all their parameters at once. A module that is not torch's may pass its own parameters, or
         those of torch's modules inside it, to a compiled extension. Some of torch's modules compute differently for
@@ -62,13 +71,8 @@ class ReaderGuards:
         whole = is_compiled(module)
         if whole or not type(module).__module__.startswith("torch.nn"):
             params = list(module.parameters(recurse=whole))
-            if not whole:
-                params += weights_handed_out(module)
-        else:
-            params = weights_read_by_class(module)
-        if params:
-            hook = ModuleHook(partial(self._about_to_read, params))
-            self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
+            return params if whole else params + weights_handed_out(module)
+        return weights_read_by_class(module)
 
     def _about_to_read(self, params: list[nn.Parameter], *_: Any) -> None:
         if not torch.compiler.is_compiling():  # nothing is pending while Dynamo compiles, and hooks need no code there
@@ -86,6 +90,8 @@ class ReaderGuards:
             self._traced()
         elif in_function_transform() or _has_subclass(args) or _has_subclass(keywords.values()):
             self._flush()
+        elif self._own:
+            self._resolve(self._own)
 
 
 def _has_subclass(values: Iterable[Any]) -> bool:
