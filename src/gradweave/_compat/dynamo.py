@@ -59,14 +59,8 @@ def _without_compiling_flag() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-_SIZE_MARKS = (
-    "_dynamo_dynamic_indices",
-    "_dynamo_weak_dynamic_indices",
-    "_dynamo_propagated_dynamic_indices",
-    "_dynamo_unbacked_indices",
-    "_dynamo_strict_unbacked_indices",
-    "_dynamo_dynamic_range",
-)
+_SIZE_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")
+"""Beginnings of the attributes by which a tensor is marked."""
 
 
 @contextmanager
@@ -79,8 +73,8 @@ def sizes_unmarked(values: Any) -> Iterator[None]:
         (x, name, vars(x)[name])
         for x in flat_leaves(values)
         if isinstance(x, torch.Tensor)
-        for name in _SIZE_MARKS
-        if name in vars(x)
+        for name in vars(x)
+        if name.startswith(_SIZE_MARKS)
     ]
     for x, name, _ in found:
         delattr(x, name)
