@@ -42,7 +42,7 @@ OPTIMIZERS = {
 class Side:
     """A model in training: with a compiled step, or with the loop that it stands for."""
 
-    def __init__(self, make_optimizer, *, compiled):
+    def __init__(self, make_optimizer, *, compiled, policy="auto"):
         torch.manual_seed(0)
         self.model = nn.Sequential(
             nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)
@@ -51,7 +51,9 @@ class Side:
         self.hooks = []
         self.saved = None
         self.compiled = compiled
-        self.step = gradweave.compile(self.model, loss_fn, self.optimizer, lower="replay") if compiled else None
+        self.step = None
+        if compiled:
+            self.step = gradweave.compile(self.model, loss_fn, self.optimizer, lower="replay", policy=policy)
 
     def take(self, batch):
         return self.step(*batch) if self.compiled else self.eager(batch)
@@ -187,7 +189,8 @@ def check(name, actions):
             assert torch.equal(mine, theirs), f"{number} {what}: weights, buffers or state"
 
 
-LOOPS = given(name=st.sampled_from(sorted(OPTIMIZERS)), actions=st.lists(ACTIONS, min_size=2, max_size=10))
+LISTS = st.lists(ACTIONS, min_size=2, max_size=10)
+LOOPS = given(name=st.sampled_from(sorted(OPTIMIZERS)), actions=LISTS)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -196,6 +199,53 @@ LOOPS = given(name=st.sampled_from(sorted(OPTIMIZERS)), actions=st.lists(ACTIONS
 @settings(max_examples=24)
 def test_random_loops(name, actions):
     check(name, actions)
+
+
+def check_by_policy(name, actions, policy):
+    """As :func:`check`, but weights are looked at when the loop does, and at its end."""
+    torch._dynamo.reset()
+    stock = Side(OPTIMIZERS[name], compiled=False)
+    ours = Side(OPTIMIZERS[name], compiled=True, policy=policy)
+    everything = [("step", 0)] * 4 + [*actions] + [("step", 0)] * 4
+    for number, (what, value) in enumerate(everything):
+        if what in CHANGES:
+            for side in (stock, ours):
+                CHANGES[what](side, value)
+            continue
+        generator = torch.Generator().manual_seed(number)
+        size = 3 + value
+        batch = torch.randn(size, 4, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+        torch.manual_seed(number)
+        try:
+            loss = ours.take(batch) if what == "step" else ours.eager(batch)
+        except GradweaveError:
+            same = zip(ours.everything(), stock.everything(), strict=True)
+            assert all(torch.equal(*pair) for pair in same), f"{number}: a refused step changed something"
+            continue
+        torch.manual_seed(number)
+        assert torch.equal(loss, stock.eager(batch)), f"{number} {what}: loss"
+    for mine, theirs in zip(ours.everything(), stock.everything(), strict=True):
+        assert torch.equal(mine, theirs), "weights, buffers or state"
+
+
+POLICIES = st.sampled_from(["backward_fusion", "side_stream", "forward_fusion", "forward_fusion"])
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.timeout(900)
+@given(name=st.sampled_from(sorted(OPTIMIZERS)), actions=LISTS, policy=POLICIES)
+@settings(max_examples=12)
+def test_random_loops_by_a_policy(name, actions, policy):
+    check_by_policy(name, actions, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.timeout(0)
+@given(name=st.sampled_from(sorted(OPTIMIZERS)), actions=LISTS, policy=POLICIES)
+@settings(max_examples=300, derandomize=False)
+def test_many_random_loops_by_a_policy(name, actions, policy):
+    check_by_policy(name, actions, policy)
 
 
 @pytest.mark.slow

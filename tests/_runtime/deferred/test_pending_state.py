@@ -21,3 +21,10 @@ def test_the_state_of_an_optimizer_is_a_dictionary_like_any_other():
         return [len(copy.copy(state)), len(state | {}), len({} | state), len(list(reversed(state))), state != {}]
 
     same(look)
+
+
+def test_a_state_that_a_loop_makes_of_its_type_is_a_plain_one():
+    state = PendingState(lambda: defaultdict(dict))
+    made = type(state)(dict)
+    assert type(made) is defaultdict
+    assert made["anything"] == {}

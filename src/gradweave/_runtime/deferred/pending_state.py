@@ -18,6 +18,10 @@ class PendingState(defaultdict[Any, Any]):
         settle: Applies what is pending and returns the optimizer's own state.
     """
 
+    def __new__(cls, settle: Callable[[], Any]) -> Any:
+        # A loop makes a state like this one by type(state)(dict): the result must be a plain one.
+        return defaultdict(settle) if isinstance(settle, type) else super().__new__(cls)
+
     def __init__(self, settle: Callable[[], Any]) -> None:
         super().__init__(dict)
         self._settle = settle
