@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,8 @@ SIDE_BY_SIDE, COMPILE_THREADS = 14, 3
 GPU_GIB, PROCESSES = 135, 30
 RANKING_ROUNDS, ROUNDS, FINALISTS = 3, 7, 3
 PATIENCE = 150.0
+COLD_PATIENCE = 420.0
+"""Seconds for one cold start: a compiler that unrolls a loop over time may take hours."""
 SAME_KERNELS = {"graph_compile": "compile", "graph_max_autotune": "compile_max_autotune"}
 """What compiles to the same kernels as another, and is not compiled cold beside it."""
 SLOWEST_FIRST = ("whole_max_autotune", "compile_max_autotune", "graph_max_autotune", "gradweave.compile", "whole")
@@ -171,12 +175,17 @@ def measure_cold(wanted: list[tuple[Workload, str]], results: Path, caches: Path
         order = SLOWEST_FIRST.index(one.variant) if one.variant in SLOWEST_FIRST else len(SLOWEST_FIRST)
         return (TUNING not in one.variant, one.workload.name != SLOWEST_MODEL, order, -one.workload.gib)
 
+    began: dict[int, float] = {}
     waiting = sorted((Contender(workload, variant) for workload, variant in wanted), key=slowness)
     running: list[Contender] = []
     try:
         while (waiting or running) and time.monotonic() < until:
-            for one in [one for one in running if one.child and one.child.has_answer()]:
-                one.await_ready(PATIENCE)
+            late = [one for one in running if time.monotonic() - began[id(one)] > COLD_PATIENCE]
+            for one in [one for one in running if one.child and (one.child.has_answer() or one in late)]:
+                if one in late:
+                    one.fail(ChildLateError(f"not ready after {COLD_PATIENCE:.0f} s"))
+                else:
+                    one.await_ready(PATIENCE)
                 running.remove(one)
                 one.stop()
                 append(results, [start_row(one)])
@@ -186,6 +195,7 @@ def measure_cold(wanted: list[tuple[Workload, str]], results: Path, caches: Path
             for one in waiting[:]:
                 if len(running) < SIDE_BY_SIDE and taken + one.workload.gib <= GPU_GIB:
                     one.start(caches, threads=COMPILE_THREADS)
+                    began[id(one)] = time.monotonic()
                     waiting.remove(one)
                     running.append(one)
                     taken += one.workload.gib
@@ -345,6 +355,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="begin nothing new after these")
     options = parser.parse_args()
     use_fast_settings()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process goes on when this one is ended
     if options.what == "child":
         workload = WORKLOADS[options.workload[0]]
         serve(lambda: make_variant(options.variant[0], workload), workload.batches)

@@ -4,6 +4,7 @@ import copy
 from collections import defaultdict
 
 from _runtime.deferred.comparison import LONG, same
+from gradweave._runtime.deferred.pending_state import PendingState
 
 
 def test_a_state_that_is_replaced_while_updates_are_pending():
