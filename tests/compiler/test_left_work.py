@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from compiler.models import adamw, batches, loss_fn, make
 from compiler.planned import layer_names, random_costs, train
 from gradweave._runtime.deferred.pending_parameter import PendingParameter
 from gradweave._runtime.deferred.pending_state import PendingState
+from gradweave.compiler import lanes, left_work
 from gradweave.errors import UnsupportedError
 
 STEPS = 4
@@ -244,3 +246,177 @@ def test_models_whose_readers_notice_nothing_are_refused():
     with pytest.raises(UnsupportedError, match="ScriptModule"):
         gradweave.compile(model, loss_fn, adamw(model.parameters()), policy="forward_fusion")
     assert not model._forward_pre_hooks
+
+
+def test_a_recorded_step_does_first_what_is_left(left):
+    step, stock = left
+    for one in (step, stock):
+        one.record(lambda *_: nullcontext())
+        one(*next(batches(1)))
+        one.record(None)
+    go_on(step, stock)
+
+
+def grown_scales(policy):
+    model = make("mlp")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", policy=policy, scaler=scaler)
+    scales = []
+    for number, batch in enumerate(batches(7)):
+        step(*batch)
+        scales.append(scaler.get_scale())
+        if number == 4:
+            scaler.update(32.0)
+    return scales, right(step)
+
+
+def test_a_loss_scale_is_that_of_the_step():
+    scales, weights = grown_scales("forward_fusion")
+    expected, stock = grown_scales("auto")
+    assert scales == expected
+    assert all(torch.equal(one, other) for one, other in zip(weights, stock, strict=True))
+
+
+class Masked(nn.Module):
+    """A weight under a mask, which the loop changes, and hidden values that a step returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(48, 12), nn.Linear(12, 5)
+        self.register_buffer("mask", torch.ones(12, 48))
+
+    def forward(self, x):
+        hidden = torch.tanh(nn.functional.linear(x, self.one.weight * self.mask, self.one.bias))
+        return self.two(hidden), hidden
+
+
+def masked_loss(model, x, y):
+    out, hidden = model(x)
+    return nn.functional.cross_entropy(out, y), hidden
+
+
+def test_masks_and_results_that_a_loop_changes_between_steps():
+    results = []
+    torch.manual_seed(0)
+    start = Masked()
+    for policy in ("cross_step", "auto"):
+        model = copy.deepcopy(start)
+        costs = random_costs(["one", "two"], 3) if policy == "cross_step" else None
+        step = gradweave.compile(
+            model, masked_loss, adamw(model.parameters()), lower="replay", policy=policy, costs=costs
+        )
+        for number, batch in enumerate(batches(7)):
+            _, hidden = step(*batch)
+            hidden.zero_()
+            model.mask[number].zero_()
+        results.append(right(step))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_state_that_a_loop_holds_is_never_late():
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", policy="forward_fusion")
+    given = list(batches(6))
+    for batch in given[:4]:
+        step(*batch)
+    state = step.optimizer.state[model[0].weight]
+    held = state["exp_avg"]
+    for batch in given[4:]:
+        step(*batch)
+    _, stock = train(make("mlp"), 6)
+    assert torch.equal(held, stock.optimizer.state[stock.model[0].weight]["exp_avg"])
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_an_interrupt_while_weights_become_pending(monkeypatch):
+    _, stock = train(make("mlp"), STEPS)
+    _, step = train(make("mlp"), STEPS - 1, policy="forward_fusion")
+    real, calls = left_work.make_pending, []
+
+    def interrupted(*given):
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        real(*given)
+
+    monkeypatch.setattr(left_work, "make_pending", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(*list(batches(STEPS))[-1])
+    assert all(torch.equal(one, other) for one, other in zip(right(step), right(stock), strict=True))
+    go_on(step, stock)
+
+
+@pytest.mark.parametrize("how", ["in a step", "at a look"])
+def test_an_error_in_the_midst_of_what_is_left_loses_none_of_it(how, left, monkeypatch):
+    step, stock = left
+    real, calls = lanes.map_arg, []
+
+    def failing(*given):
+        calls.append(None)
+        if len(calls) == 9:
+            raise torch.OutOfMemoryError("for once")
+        return real(*given)
+
+    monkeypatch.setattr(lanes, "map_arg", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        step(*next(batches(1))) if how == "in a step" else step.model[0].weight.sum()
+    assert all(torch.equal(one, other) for one, other in zip(right(step), right(stock), strict=True))
+    go_on(step, stock)
+
+
+def test_threads_that_look_all_the_time():
+    model, is_over = make("mlp"), threading.Event()
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", policy="forward_fusion")
+
+    def look():
+        while not is_over.is_set():
+            for p in model.parameters():
+                p.detach().sum()
+
+    threads = [threading.Thread(target=look, daemon=True) for _ in range(2)]
+    given = list(batches(60))
+    for batch in given[:4]:
+        step(*batch)
+    for thread in threads:
+        thread.start()
+    for batch in given[4:]:
+        step(*batch)
+    is_over.set()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    _, stock = train(make("mlp"), 60)
+    assert all(torch.equal(one, other) for one, other in zip(right(step), right(stock), strict=True))
+
+
+def test_compiled_code_that_reads_weights_between_steps_is_compiled_no_more_than_once_again():
+    model = make("mlp")
+    step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", policy="forward_fusion")
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    evaluation = torch.compile(lambda x: model(x).sum(), backend=backend, fullgraph=True)
+    for x, y in batches(14):
+        step(x, y)
+        with torch.no_grad():
+            evaluation(x)
+    assert len(graphs) <= 3
+    _, stock = train(make("mlp"), 14)
+    assert all(torch.equal(one, other) for one, other in zip(right(step), right(stock), strict=True))
+
+
+def test_layers_are_frozen_and_thawed_under_costs_of_our_own(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    results = []
+    for policy in ("joint", "auto"):
+        model = make("mlp")
+        step = gradweave.compile(model, loss_fn, adamw(model.parameters()), lower="replay", policy=policy)
+        for number, batch in enumerate(batches(9)):
+            model[0].requires_grad_(number not in (3, 4, 5))
+            step(*batch)
+        assert step.eager_reason is None
+        results.append(right(step))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

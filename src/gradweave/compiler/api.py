@@ -57,6 +57,7 @@ from gradweave.compiler.replica_group import ReplicaGroup, named_replicas
 from gradweave.compiler.step_state import CallState, StepState
 from gradweave.errors import ArgumentError, GradweaveError, UnsupportedError
 from gradweave.profile.cache import cached_costs
+from gradweave.profile.measure import measure_costs
 from gradweave.schedule.costs import Costs
 from gradweave.schedule.links import Link
 from gradweave.schedule.schedule import Schedule
@@ -254,11 +255,8 @@ class Step(AccumulatingAttachment):
             raise GradweaveError("step() under no_grad() or inference_mode(): training needs gradients; leave it")
         if self._state.left is None:
             return self._take_among_ranks(batch, named)
-        self._state.left.open()
-        try:
+        with self._state.left.step():
             return self._take_among_ranks(batch, named)
-        finally:
-            self._state.left.close()
 
     def _take_among_ranks(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Take a step, with what the ranks do before it."""
@@ -314,10 +312,11 @@ class Step(AccumulatingAttachment):
         is_to_hold = replicas is not None and replicas.is_learning and self._options.policy == "reverse_first_k"
         result = self._eager_step(given, params)
         if is_to_hold and replicas is not None and not replicas.is_learning:
+            # On all ranks, since a loss may have collectives of its own; the first one's decide.
+            costs = self._measure_costs(given, measure_costs)
 
             def count(link: Link) -> int:
-                self._measure_costs(given)
-                return best_held_back(self._state.costs, link, replicas.size)  # type: ignore[arg-type]
+                return best_held_back(costs, link, replicas.size)
 
             replicas.hold_back(count)
         return result
@@ -336,7 +335,7 @@ class Step(AccumulatingAttachment):
             self._forwards.clear()
         arguments, named = given
         if self._options.policy in DECIDED_BY_COSTS and state.costs is None:
-            self._measure_costs(given)
+            state.costs, state.are_costs_ours = self._measure_costs(given, cached_costs), True
         state.call, state.batch = CallState.PENDING, leaves
         try:
             loss, extras = self._objective(*arguments, **named)
@@ -371,7 +370,7 @@ class Step(AccumulatingAttachment):
                 self._replicas.end_step()
         return loss if extras is None else (loss, extras)
 
-    def _measure_costs(self, given: Batch) -> None:
+    def _measure_costs(self, given: Batch, measure: Callable[..., Costs]) -> Costs:
         """Measure the costs of a step's tasks, or read those that were measured on this machine before."""
         arguments, named = given
         tell, loss_fn = self._options.report, self._captured.open().loss_fn
@@ -381,10 +380,16 @@ class Step(AccumulatingAttachment):
 
         # Costs are kept under the name of what is measured.
         update_wrapper(objective, loss_fn)
-        self._state.costs = cached_costs(
-            self.model, objective, self.optimizer, [*arguments, *named.values()],
-            progress=lambda doing, done: tell(f"measuring the costs of tasks: {doing} ({done:.0%})"),
-        )  # fmt: skip
+        try:
+            return measure(
+                self.model, objective, self.optimizer, [*arguments, *named.values()],
+                progress=lambda doing, done: tell(f"measuring the costs of tasks: {doing} ({done:.0%})"),
+            )  # fmt: skip
+        except GradweaveError as error:
+            policy = getattr(self._options.policy, "policy", self._options.policy)
+            raise UnsupportedError(
+                f"policy={policy!r}", f"the costs that it is planned by cannot be measured: {error}", "give costs="
+            ) from error
 
     def _step_without_graph(self, reason: str, given: Batch, params: Sequence[nn.Parameter]) -> Any:
         """Take a step eagerly and then tell the user why, so that an error of the step itself comes first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Sequence
 from enum import Enum, auto
 from typing import Any
@@ -83,6 +84,10 @@ class Captured:
     def run_measured(self, inputs: Sequence[Any], clock: Clock) -> list[Any]:
         """Take the step by its schedule, region by region, and not as a graph."""
         return self._step.run_measured(inputs, clock)
+
+    def references(self) -> Counter[int]:
+        """Return how often each object is referred to between runs, by its id."""
+        return self._step.references()
 
     def flush(self) -> None:
         """Do what a run has left: nothing."""

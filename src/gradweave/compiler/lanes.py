@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 
 from gradweave.compiler.passes.regions import Region, RegionedStep
 from gradweave.compiler.passes.slots import SlottedStep
@@ -42,11 +44,25 @@ class Carried:
     """What a call has left to the next one.
 
     Attributes:
-        values: By node, what carried regions take.
+        values: By node, what carried operations take; None if nothing is left.
+        done: What of it has been done, where an error has come in between: operations, or regions that are compiled.
     """
 
     def __init__(self) -> None:
         self.values: dict[Node, Any] | None = None
+        self.done: set[Node | Region] = set()
+
+    def leave(self, values: dict[Node, Any]) -> None:
+        """Leave work to the next call."""
+        self.values, self.done = values, set()
+
+    def references(self) -> Counter[int]:
+        """Return how often each object is referred to here, by its id."""
+        return Counter(map(id, (self.values or {}).values()))
+
+    def clear(self) -> None:
+        """Note that all of it is done."""
+        self.values, self.done = None, set()
 
 
 class RegionRunner:
@@ -80,8 +96,16 @@ class RegionRunner:
         lane_of = [slot.lane for slot in step.slotted.call.slots if slot.task.kind is Kind.F]
         self._main = lane_of[0] if lane_of else step.regions[0].lane
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._left = {node for region in self._later for node in region.inputs}
-        self._inner_left = {node for region in self._later for node in region.outputs}
+        inner = {node for region in self._later for node in region.outputs}
+        self._left = {node for region in self._later for node in region.inputs} - inner
+        # One operation at a time, so that an error in between loses none of them and does none twice; a compiled region
+        # is one operation.
+        self._by_operation = examples is None
+        self._operations = {
+            region: tuple(node for number in region.slots for node in step.slotted.operations[number])
+            for region in self._later
+        }
+        self._last_uses = _last_uses([node for region in self._later for node in self._operations[region]])
 
     def _plan_release(self) -> dict[Region, tuple[Node, ...]]:
         """Return, for each region, the values that nothing needs after it."""
@@ -100,70 +124,82 @@ class RegionRunner:
     def __call__(self, *given: Any, clock: Clock | None = None) -> list[Any]:
         """Take a step, with what the step before has left; return the outputs of the whole graph."""
         values = dict(zip(self._given, given, strict=True))
-        before, self.carried.values = self.carried.values, None
-        if before is None:
-            self._run(self._now, values, {}, clock)
-        else:
-            ran: set[Region] = set()
-            try:
-                self._run(self.step.regions, values, before, clock, ran)
-            except BaseException:
-                # This step fails; the one before has been taken, and what is left of it must not be lost with this one.
-                self._run([region for region in self._later if region not in ran], {}, before, None)
-                raise
+        is_due = self.carried.values is not None
+        try:
+            self._run(self.step.regions if is_due else self._now, values, clock)
+        except BaseException as error:
+            # This step fails; the one before has been taken, and what is left of it must not be lost with this one.
+            if is_due:
+                self._finish_after(error)
+            raise
         outputs = [values[value] if isinstance(value, Node) else value for value in self._returned]  # type: ignore[union-attr]
+        self.carried.clear()
         if self._later:
             kept = self.step.slotted.kept
-            self.carried.values = {
-                node: values[node].clone() if node in kept else values[node]
-                for node in self._left
-                if node not in self._inner_left
-            }
+            self.carried.leave({node: values[node].clone() if node in kept else values[node] for node in self._left})
         return outputs
 
     def flush(self, clock: Clock | None = None) -> None:
-        """Run what the last call has left."""
-        before, self.carried.values = self.carried.values, None
-        if before is not None:
-            self._run(self._later, {}, before, clock)
+        """Run what the last call has left; what an error keeps from being run is left still."""
+        if self.carried.values is not None:
+            self._run(self._later, {}, clock)
+            self.carried.clear()
 
-    def discard(self) -> None:
-        """Drop what the last call has left."""
-        self.carried.values = None
+    def _finish_after(self, error: BaseException) -> None:
+        try:
+            self.flush()
+        except Exception as another:  # any: what remains is left, and the next look at a weight tries again
+            error.add_note(f"gradweave: updates of the step before are still left to do: {another}")
 
-    def _run(
-        self,
-        regions: Sequence[Region],
-        values: dict[Node, Any],
-        before: dict[Node, Any],
-        clock: Clock | None,
-        ran: set[Region] | None = None,
-    ) -> None:
+    def _run(self, regions: Sequence[Region], values: dict[Node, Any], clock: Clock | None) -> None:
+        before = self.carried.values or {}
         example = next((x for x in (*values.values(), *before.values()) if isinstance(x, torch.Tensor)), None)
         if example is None:
             return
         lanes = _Streams(example.device, self._main, self._streams) if example.device.type == "cuda" else None
         numbers = {region: number for number, region in enumerate(self.step.regions)}
         for region in regions:
+            if region in self.carried.done:
+                continue
             scope = before if region.carried else values
-            if ran is not None:
-                ran.add(region)
             with nullcontext() if lanes is None else lanes.enter(region):
                 begin = clock.now() if clock is not None else None
-                inputs = [scope[node] for node in region.inputs]
                 if lanes is not None:
-                    lanes.keep(region, [scope[node] for node in region.inputs if self._is_from_elsewhere(node, region)])
-                made = self._run_of[region](*inputs)
+                    own = [node for node in region.inputs if node in scope and self._is_from_elsewhere(node, region)]
+                    lanes.keep(region, [scope[node] for node in own])
+                if region.carried and self._by_operation:
+                    self._run_operations(region, scope)
+                else:
+                    self._run_whole(region, scope)
                 if clock is not None:
                     clock.note(RegionRun(self.step.slotted, region, begin, clock.now()))
                 if lanes is not None:
                     lanes.leave(region, numbers[region], is_awaited=region in self._awaited)
-            scope.update(zip(region.outputs, made, strict=True))
-            del inputs, made
-            for node in self._dead_after.get(region, ()):
-                del scope[node]
         if lanes is not None:
             lanes.join()
+
+    def _run_whole(self, region: Region, scope: dict[Node, Any]) -> None:
+        if region.carried:
+            self.carried.done.add(region)  # first: what fails half-way may have changed weights
+        made = self._run_of[region](*(scope[node] for node in region.inputs))
+        scope.update(zip(region.outputs, made, strict=True))
+        for node in self._dead_after.get(region, ()):
+            del scope[node]
+
+    def _run_operations(self, region: Region, scope: dict[Node, Any]) -> None:
+        done = self.carried.done
+        for node in self._operations[region]:
+            if node in done:
+                continue
+            if node.op == "get_attr":
+                scope[node] = attrgetter(str(node.target))(self.step.whole)
+            else:
+                args: Any = map_arg(node.args, scope.__getitem__)
+                named: Any = map_arg(node.kwargs, scope.__getitem__)
+                scope[node] = node.target(*args, **named)  # type: ignore[operator]
+            done.add(node)
+            for dead in self._last_uses.get(node, ()):
+                scope.pop(dead, None)
 
     def _is_from_elsewhere(self, node: Node, region: Region) -> bool:
         return node in self._lane_of and self._lane_of[node] != region.lane
@@ -290,6 +326,18 @@ class _Streams:
         """Make the current stream wait for all others."""
         for stream in self._forked.values():
             self._current.wait_event(stream.record_event())
+
+
+def _last_uses(operations: Sequence[Node]) -> dict[Node, tuple[Node, ...]]:
+    """Return, for each operation, the values that none of those after it takes."""
+    last: dict[Node, Node] = {}
+    for node in operations:
+        last[node] = node
+        last.update(dict.fromkeys(node.all_input_nodes, node))
+    dead: dict[Node, list[Node]] = defaultdict(list)
+    for value, node in last.items():
+        dead[node].append(value)
+    return {node: tuple(values) for node, values in dead.items()}
 
 
 def _example(node: Node, known: dict[Node, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch.fx import Graph, GraphModule
 from gradweave._compat.foreach import add_one
 from gradweave._compat.tracing import compile_with_inductor
 from gradweave._runtime.buckets import mark_written
+from gradweave._runtime.deferred.unseen_readers import NEVER_LATE
 from gradweave.compiler.kernel_combining import small_kernels
 from gradweave.compiler.lanes import Carried, Clock, RegionRunner
 from gradweave.compiler.passes.placement import draws_in_update, take_out_counters, updates_at_their_gradients
@@ -50,6 +52,9 @@ class Runnable(Protocol):
     @property
     def carries(self) -> bool:
         """Whether a run has left work to the next one."""
+
+    def references(self) -> Counter[int]:
+        """Return how often each object is referred to between runs, by its id."""
 
     def flush(self) -> None:
         """Do what the last run has left to the next one."""
@@ -120,6 +125,10 @@ class Replay:
             self._by_task = RegionRunner(step, _as_it_is, None, self._carried)
         given = _given(self._traced, inputs)
         return _without_skipped(self._traced, self._by_task(*(x for part in given for x in part), clock=clock))
+
+    def references(self) -> Counter[int]:
+        """Return how often each object is referred to between runs, by its id."""
+        return self._carried.references()
 
     def flush(self) -> None:
         """Run what the last run has left to the next one."""
@@ -225,6 +234,13 @@ class Compiled:
         outputs = self.launch(inputs, clock=clock)
         self.finish()
         return outputs
+
+    def references(self) -> Counter[int]:
+        """Return how often each object is referred to between runs, by its id."""
+        found = Counter(map(id, self._main_state))
+        if self._runner is not None:
+            found += self._runner.carried.references()
+        return Counter({**found, **dict.fromkeys(self._counts.element_ids(self._vectors), NEVER_LATE)})
 
     def flush(self) -> None:
         """Run what the last run has left to the next one."""

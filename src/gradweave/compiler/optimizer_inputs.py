@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -79,8 +80,9 @@ class OptimizerInputs:
         self._forms = list(map(_form, self.values()))
         self._keys = [tuple(group) for group in optimizer.param_groups]
         self._sizes = [len(optimizer.state.get(p, ())) for p in self.params]
-        self._known = self.state()
-        self._kinds = [_kind(tensor) for tensor in self._known]
+        # Weakly: who refers to state besides its optimizer sees it without asking.
+        self._known = list(map(ref, self.state()))
+        self._kinds = list(map(_kind, self.state()))
 
     def take_counts(self, places: Sequence[StateSlot | NumberSlot]) -> None:
         """Make Python numbers inputs that are changed by the optimizer's step; equal ones are one input.
@@ -163,10 +165,10 @@ class OptimizerInputs:
         slots = zip(self.state_slots, self._kinds, strict=True)
         for index, (slot, kind) in enumerate(slots):
             tensor = self.optimizer.state[self.params[slot.param]].get(slot.key)
-            if tensor is not self._known[index]:
+            if tensor is not self._known[index]():
                 if not isinstance(tensor, torch.Tensor) or _kind(tensor) != kind:
                     return False
-                self._known[index] = tensor
+                self._known[index] = ref(tensor)
         return True
 
     def state(self) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from gradweave._runtime.buckets import MESSAGE_BYTES
 from gradweave.errors import ArgumentError, UnsupportedError
 from gradweave.schedule.builders import data_parallel, single
 from gradweave.schedule.calls import step_call
-from gradweave.schedule.costs import Costs
+from gradweave.schedule.costs import Costs, LayerCost
 from gradweave.schedule.graph import Family
 from gradweave.schedule.links import Link
 from gradweave.schedule.list_scheduling import link_lanes
@@ -73,13 +73,14 @@ def schedule_for(
     if isinstance(policy, Schedule):
         _check_layers(policy.graph.costs, layers, f"a schedule for {policy.graph.costs.name}")
         return policy
-    if costs is not None:
+    if costs is not None and (policy == "auto" or policy in DECIDED_BY_COSTS):
         _check_layers(costs, layers, f"costs of {costs.name}")
     if policy == "auto":
         return None if costs is None or device.type != "cuda" else _side_region_if_it_pays(costs)
     if costs is None and policy in DECIDED_BY_COSTS:
         raise ArgumentError("policy", policy, "is planned from costs; give those of measure_costs()")
-    return plan(single(costs or _uniform(layers), steps=2), policy=policy)
+    known = costs if policy in DECIDED_BY_COSTS and costs is not None else _uniform(layers)
+    return plan(single(known, steps=2), policy=policy)
 
 
 def schedule_for_ranks(
@@ -114,6 +115,23 @@ def best_held_back(costs: Costs, link: Link, ranks: int) -> int:
     """Return the number of first layers to hold back that is best by simulation."""
     graph = data_parallel(costs, replicas=ranks, link=link, steps=3)
     return int(plan(graph, policy="reverse_first_k", bucket_bytes=MESSAGE_BYTES).options["k"])
+
+
+def costs_of_layers(measured: Costs, layers: Sequence[str]) -> Costs:
+    """Return measured costs for the layers that a step has now: some may be frozen since, or thawed.
+
+    A layer that was not measured is taken for the mean of the others.
+    """
+    names = [layer.name for layer in measured.layers]
+    if list(layers) == names:
+        return measured
+    known = dict(zip(names, measured.layers, strict=True))
+    count = len(measured.layers)
+    mean = LayerCost(
+        "", *(sum(getattr(layer, part) for layer in measured.layers) / count
+              for part in ("forward", "input_grad", "weight_grad", "update"))
+    )  # fmt: skip
+    return replace(measured, layers=tuple(known.get(name, replace(mean, name=name)) for name in layers))
 
 
 def _uniform(layers: Sequence[str]) -> Costs:

@@ -30,7 +30,7 @@ from gradweave.compiler.padding import padding_values
 from gradweave.compiler.passes.placement import has_data_dependent_sizes
 from gradweave.compiler.passes.scalars import moved_slots
 from gradweave.compiler.passes.slots import SlottedStep, note_places, noted_places, slot_operations, unsupported
-from gradweave.compiler.planning import StepPolicy, schedule_for, schedule_for_ranks
+from gradweave.compiler.planning import StepPolicy, costs_of_layers, schedule_for, schedule_for_ranks
 from gradweave.compiler.random_numbers import generator_states, preserve_generators, restore_generators
 from gradweave.compiler.replica_group import ReplicaGroup
 from gradweave.compiler.step_state import CallState, StepState
@@ -200,7 +200,8 @@ class Program:
             variant = self._find(purpose, params, inputs)
             if state.left is not None:
                 # What is left may still read the sums, which are about to be filled for this step.
-                state.left.flush_unless_of(None if variant is None or purpose.summed else variant.runnable)
+                goes_on = variant is not None and not purpose.summed and state.mark is None
+                state.left.flush_unless_of(variant.runnable if goes_on else None)  # type: ignore[union-attr]
             sums = state.sums_for([params[index] for index in purpose.summed])
             if variant is None:
                 try:
@@ -493,6 +494,8 @@ class Program:
         note_places(tasks.places)
         if recipe.averaging is not None:
             return self._call_of_ranks(traced, recipe.averaging, tasks)
+        if costs is not None and self._state.are_costs_ours:
+            costs = costs_of_layers(costs, tasks.layers)
         schedule = schedule_for(options.policy, costs, tasks.layers, traced.optimizer.params[0].device)
         if schedule is None:
             return None
@@ -520,8 +523,11 @@ class Program:
         """Give the operations of a graph of the step their slots; tensors of the model and the optimizer last."""
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         in_place = set(self._in_place(traced.changed_inputs(), inputs))
-        lasting = [placeholders[index] for index in in_place] + placeholders[first_state : first_state + state_count]
-        return slot_operations(graph.graph, noted_places(graph.graph), call, lasting=lasting)
+        state = placeholders[first_state : first_state + state_count]
+        own = set(map(id, traced.optimizer.params))
+        pending = [placeholders[index] for index, x in enumerate(inputs) if id(x) in own] + state
+        lasting = [placeholders[index] for index in in_place] + state
+        return slot_operations(graph.graph, noted_places(graph.graph), call, lasting=lasting, pending=pending)
 
     def _in_place(self, changed: Collection[int], inputs: Sequence[Any]) -> list[int]:
         """Return the inputs that must be used where they are: the model's own, and those that the step changes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,12 @@ class StepCounts:
             for (p, key), element in zip(members, elements, strict=True):
                 state[p][key] = element
         self.note_written()
+
+    def element_ids(self, vectors: Sequence[torch.Tensor]) -> Iterator[int]:
+        """Yield the ids of the optimizer's tensors that are elements of some of the vectors."""
+        for vector, elements in zip(self.vectors, self._elements, strict=True):
+            if any(vector is one for one in vectors):
+                yield from map(id, elements)
 
     def note_written(self) -> None:
         """Note that a change of the vectors was a graph's; to be called after each."""

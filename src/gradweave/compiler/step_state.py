@@ -56,6 +56,7 @@ class StepState:
         mark: The context of each task if steps are recorded, otherwise None.
         layers: The modules of the last recorded step, by number.
         costs: By which steps are planned; None if they are not known.
+        are_costs_ours: Whether they were measured here, and not given.
         left: What the last step has left to the next one; None if the policy of the step leaves nothing.
         schedule: By which the last step ran that was a graph; None if its compiler chose the order.
         clock: Notes what runs when, if the next step is to be measured.
@@ -75,6 +76,7 @@ class StepState:
         self.mark: Mark | None = None
         self.layers: tuple[str, ...] = ()
         self.costs: Costs | None = None
+        self.are_costs_ours = False
         self.left: LeftWork | None = None
         self.schedule: Schedule | None = None
         self.clock: Clock | None = None

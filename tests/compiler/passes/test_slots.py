@@ -167,15 +167,48 @@ def test_a_number_that_nobody_takes_draws_nothing_to_its_place():
     assert named(slotted) == {"F0": ["add"], "U1": ["mul_", "sum_1"]}
 
 
-def test_a_change_of_the_batch_is_not_left_to_the_next_step():
+def test_what_is_seen_between_steps_is_changed_in_its_own_step():
+    """As a loss scale, with the flag that it is changed by; weights that nobody sees may wait."""
+
+    def step(weight, scale, x):
+        loss = x * weight
+        flag = x * 2
+        flag.add_(scale)
+        scale.mul_(flag)
+        weight.sub_(flag)
+        return [loss]
+
+    graph, (weight, scale, _) = trace(step, 3)
+    late = call_of(2, "~U1 F0 F1 W1 X1 W0 X0 U0")
+    slotted = slot_operations(
+        graph.graph, placed(graph, "F0 W1 U1 U1 U1"), late, lasting=[weight, scale], pending=[weight]
+    )
+    assert named(slotted) == {"F0": ["mul"], "W1": ["mul_1"], "U0": ["add_", "mul_"], "~U1": ["sub_"]}
+
+
+def test_what_a_loop_may_change_is_kept():
+    """A mask, and a result that the step returns."""
+
+    def step(weight, mask, x):
+        hidden = x * 2
+        weight.sub_(hidden * mask)
+        return [hidden]
+
+    graph, (weight, mask, _) = trace(step, 3)
+    late = call_of(2, "F0 F1 ~W1 ~U1 X1 W0 X0 U0")
+    slotted = slot_operations(graph.graph, placed(graph, "F0 W1 U1"), late, lasting=[weight, mask], pending=[weight])
+    assert {node.name for node in slotted.kept} == {"mask_1", "mul"}
+
+
+def test_random_numbers_are_not_drawn_in_the_next_step():
     def step(weight, x):
-        x.add_(weight)
-        return [weight + 0]
+        weight.sub_(torch.rand_like(x))
+        return [x + 0]
 
     graph, (weight, _) = trace(step, 2)
     late = call_of(2, "F0 F1 ~U1 W1 X1 W0 X0 U0")
-    with pytest.raises(UnsupportedError, match="changes the batch"):
-        slot_operations(graph.graph, placed(graph, "U1 F0"), late, lasting=[weight])
+    with pytest.raises(UnsupportedError, match="draws random numbers"):
+        slot_operations(graph.graph, placed(graph, "U1 U1 F0"), late, lasting=[weight])
 
 
 def test_places_are_noted_and_those_of_new_operations_are_their_users():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ def weights_read_by_class(module: nn.Module) -> list[nn.Parameter]:
     return []
 
 
+NEVER_LATE = -1
+"""Stands for the references to a tensor that is current although an update is pending, such as a step count."""
+
+
 class Ownership:
     """Finds out whether other objects refer to the memory that an update writes."""
 
@@ -60,8 +65,17 @@ class Ownership:
         """Forget what is known of parameters."""
         self._not_shared = {}
 
-    def is_sole(self, p: nn.Parameter, state: Mapping[Any, Any]) -> bool:
-        """Return whether no other tensor, array or process refers to the memory of a parameter and its state."""
+    def is_sole(
+        self, p: nn.Parameter, state: Mapping[Any, Any], known: Mapping[int, int] = MappingProxyType({})
+    ) -> bool:
+        """Return whether no other tensor, array or process refers to the memory of a parameter and its state.
+
+        Args:
+            p: The parameter.
+            state: States by parameter.
+            known: Numbers of references to tensors of the state that are the caller's own, by id, or
+                :data:`NEVER_LATE`.
+        """
         if not is_sole_user(p):
             return False
         address = p.data_ptr()
@@ -69,17 +83,19 @@ class Ownership:
             if p.device.type == "cpu" and p.is_shared():
                 return False
             self._not_shared[id(p)] = address
-        return self._most_references(state, p) <= self._references
+        return self._most_references(state, p, known) <= self._references
 
-    def _most_references(self, state: Mapping[Any, Any], p: nn.Parameter) -> int:
+    def _most_references(
+        self, state: Mapping[Any, Any], p: nn.Parameter, known: Mapping[int, int] = MappingProxyType({})
+    ) -> int:
         """Return the greatest number of references to a parameter's state or to a tensor in it."""
         own = state.get(p)
         if not isinstance(own, dict):
             return 0
         most = sys.getrefcount(own)
         for value in own.values():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and known.get(id(value)) != NEVER_LATE:
                 if not is_sole_user(value):
                     return sys.maxsize
-                most = max(most, sys.getrefcount(value))
+                most = max(most, sys.getrefcount(value) - known.get(id(value), 0))
         return most

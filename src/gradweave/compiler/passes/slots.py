@@ -39,7 +39,8 @@ class SlottedStep:
         operations: Of each slot, in the order in which they run.
         after: For each slot, the earlier ones of the same call that it must follow: since it needs what they compute,
             touches memory that they touch, or is to wait for them.
-        kept: Inputs of the graph that carried slots read, and that a loop may have changed by the next call.
+        kept: What carried slots read and a loop may have changed by the next call: inputs of the graph, and what is
+            returned.
     """
 
     call: StepCall
@@ -49,7 +50,12 @@ class SlottedStep:
 
 
 def slot_operations(
-    graph: Graph, places: Mapping[Node, Place], call: StepCall, *, lasting: Collection[Node] = ()
+    graph: Graph,
+    places: Mapping[Node, Place],
+    call: StepCall,
+    *,
+    lasting: Collection[Node] = (),
+    pending: Collection[Node] | None = None,
 ) -> SlottedStep:
     """Give every operation of a step a slot of a call.
 
@@ -62,11 +68,13 @@ def slot_operations(
         places: The tasks of operations.
         call: What a call runs.
         lasting: Inputs of the graph that are the same memory in every call: weights, buffers and the optimizer's state.
+        pending: Those of them that nobody sees between calls; None for all. Only these are changed in carried slots.
 
     Raises:
         UnsupportedError: If the step has a dependency that the order breaks.
     """
-    slots = _Slots(graph, places, call)
+    pending = lasting if pending is None else pending
+    slots = _Slots(graph, places, call, pending)
     count = len(call.slots)
     operations: list[list[Node]] = [[] for _ in range(count)]
     for node in slots.nodes:
@@ -79,14 +87,18 @@ def slot_operations(
         for used in node.all_input_nodes:
             if used in slots.turn and slots.turn[used] // count == turn // count:
                 after[turn % count].add(slots.turn[used] % count)
-        if turn >= count and any(
-            changed.op == "placeholder" and changed not in lasting for changed in changed_by(node)
-        ):
-            raise unsupported(call, f"in this step {slots.name(turn)} changes the batch, and runs in the next call")
+        if turn >= count and _is_random(node):
+            raise unsupported(call, f"in this step {slots.name(turn)} draws random numbers, and runs in the next call")
     _check_memory(slots, lasting, after)
     carried = {node for slot, nodes in zip(call.slots, operations, strict=True) if slot.carried for node in nodes}
-    read = {used for node in carried for used in node.all_input_nodes if used.op == "placeholder"}
-    kept = frozenset(node for node in read if node not in lasting and isinstance(node.meta.get("val"), torch.Tensor))
+    read = {used for node in carried for used in node.all_input_nodes} - carried
+    returned = memories_of(graph.output_node().all_input_nodes)
+    kept = frozenset(
+        node
+        for node in read
+        if isinstance(node.meta.get("val"), torch.Tensor)
+        and (node not in pending if node.op == "placeholder" else memories_of([node]) & returned)
+    )
     return SlottedStep(
         call,
         tuple(map(tuple, operations)),
@@ -121,6 +133,10 @@ def noted_places(graph: Graph) -> dict[Node, Place]:
     return places
 
 
+def _is_random(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 class _Slots:
     """The turn of every operation: its slot, plus the number of slots if it is carried to the next call.
 
@@ -130,7 +146,7 @@ class _Slots:
         turn: Of each operation.
     """
 
-    def __init__(self, graph: Graph, places: Mapping[Node, Place], call: StepCall) -> None:
+    def __init__(self, graph: Graph, places: Mapping[Node, Place], call: StepCall, pending: Collection[Node]) -> None:
         self.call = call
         self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
         count = len(call.slots)
@@ -143,6 +159,7 @@ class _Slots:
         self._places = places
         received = _received(self.nodes, places)
         self._own = {node: own[places[node]] for node in self.nodes if node in places and node not in received}
+        at_once = self._seen_between_calls(graph, pending, count)
         self.turn: dict[Node, int] = {}
         returned = set(graph.output_node().all_input_nodes)
         # A result that nobody takes, such as a number read and not used, may not draw what it is made of to its place.
@@ -152,14 +169,32 @@ class _Slots:
                 continue
             turns = [self.turn[user] for user in node.users if user in self.turn]  # not the output, nor what is idle
             turns += [self._own[node]] if node in self._own else []
-            turns += [last] if node in returned or not turns else []
+            turns += [last] if node in returned or node in at_once or not turns else []
             self.turn[node] = min(turns)
         for node in idle:
             self.turn[node] = max((self.turn[used] for used in node.all_input_nodes if used in self.turn), default=last)
         self._items_with_their_tuple()
         for node in self.nodes:
-            if node not in idle:
+            if node not in idle and node not in at_once:
                 self._check_pulled(node)
+
+    def _seen_between_calls(self, graph: Graph, pending: Collection[Node], count: int) -> set[Node]:
+        """Return operations that may not be carried: they touch what others do that change what is seen between calls.
+
+        An example is a loss scale, or the sums of micro-batches.
+        """
+        late = [node for node, turn in self._own.items() if turn >= count]
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        open_to_all = memories_of(node for node in inputs if node not in pending) - memories_of(pending)
+        needed = memories_of(one for node in late for one in changed_by(node)) & open_to_all
+        found: set[Node] = set()
+        for node in reversed(self.nodes):  # with what writes, before them, what they read
+            touched = memories_of((node, *node.all_input_nodes))
+            is_needed = bool(touched & needed & open_to_all) or bool(memories_of(changed_by(node)) & needed)
+            if node in self._own and self._own[node] >= count and is_needed:
+                found.add(node)
+                needed |= touched
+        return found
 
     def _items_with_their_tuple(self) -> None:
         for node in self.nodes:
@@ -189,10 +224,11 @@ class _Slots:
 
 def unsupported(call: StepCall, reason: str) -> UnsupportedError:
     """Return the error of a schedule that a step cannot be run by."""
+    plain = 'use policy="auto"' if call.schedule.policy in ("in_order", "ddp") else 'use policy="in_order", or "auto"'
     return UnsupportedError(
         f"policy={call.schedule.policy!r}",
         reason,
-        'use policy="in_order", or "auto"; clipping by a norm and scaled losses need all gradients before any update',
+        f"{plain}; clipping by a norm and scaled losses need all gradients before any update",
     )
 
 
@@ -227,7 +263,7 @@ def _check_memory(slots: _Slots, lasting: Collection[Node], after: Sequence[set[
                 use = _Use(turn, *extent[1:], writes)
                 if not uses[extent[0]] or uses[extent[0]][-1] != use:
                     uses[extent[0]].append(use)
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if _is_random(node):
             uses[_RANDOM].append(_Use(turn, 0, 1, True))
         if starts_sum(node):
             uses[_LINK].append(_Use(turn, 0, 1, True))
