@@ -170,7 +170,7 @@ class LeftWork:
         call_before_compiling(self._before_compiling)
 
     def _is_hidden(self, step: Leaving) -> bool:
-        """Return whether nobody else can see the memory of weights and state without asking them."""
+        """Return whether no other object can see the memory of weights and state without asking them."""
         known, state = step.references(), self._optimizer.state
         return all(type(p) is nn.Parameter and self._ownership.is_sole(p, state, known) for p in self._params)
 

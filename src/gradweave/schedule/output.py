@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gradweave.errors import ArgumentError
-from gradweave.schedule.picture import SUFFIXES, save_picture
+from gradweave.schedule.picture import SUFFIXES, save_overlay, save_picture
 from gradweave.schedule.timeline import Timeline
 from gradweave.schedule.trace import save_trace
 
@@ -25,3 +25,13 @@ def save_timelines(timelines: Iterable[Timeline], path: str | Path) -> None:
         save_trace(list(timelines), path)
     else:
         save_picture(list(timelines), path)
+
+
+def save_beside_plan(measured: Timeline, planned: Timeline, path: str | Path) -> None:
+    """Write a measured timeline and its prediction into one picture, stream by stream, or into one trace."""
+    path = Path(path)
+    check_ending(path)
+    if path.suffix == ".json":
+        save_trace([planned, measured], path)
+    else:
+        save_overlay([(planned, measured)], path)

@@ -106,13 +106,12 @@ class Timeline:
             planned: A prediction of the same work, to be shown on the same axis.
         """
         # Imported here since pictures and traces are made of timelines: they import this file.
-        from gradweave.schedule.output import save_timelines
-        from gradweave.schedule.picture import SUFFIXES, save_overlay
+        from gradweave.schedule.output import save_beside_plan, save_timelines
 
-        if planned is not None and Path(path).suffix in SUFFIXES:
-            save_overlay([(planned, self)], path)
+        if planned is None:
+            save_timelines([self], path)
         else:
-            save_timelines([self] if planned is None else [planned, self], path)
+            save_beside_plan(self, planned, path)
 
 
 def _union_length(intervals: Iterable[tuple[float, float]]) -> float:

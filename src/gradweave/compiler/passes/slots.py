@@ -68,7 +68,7 @@ def slot_operations(
         places: The tasks of operations.
         call: What a call runs.
         lasting: Inputs of the graph that are the same memory in every call: weights, buffers and the optimizer's state.
-        pending: Those of them that nobody sees between calls; None for all. Only these are changed in carried slots.
+        pending: Those of them that are hidden between calls; None for all. Carried slots change no others.
 
     Raises:
         UnsupportedError: If the step has a dependency that the order breaks.
@@ -108,7 +108,7 @@ def slot_operations(
 
 
 def _received(nodes: Sequence[Node], places: Mapping[Node, Place]) -> set[Node]:
-    """Return the operations that wait for messages, and what takes these apart: for whoever needs them first."""
+    """Return the operations that wait for messages or take them apart: they run where they are needed first."""
     received: set[Node] = set()
     for node in nodes:
         is_message = node in places and places[node].kind is Kind.C
@@ -162,7 +162,7 @@ class _Slots:
         at_once = self._seen_between_calls(graph, pending, count)
         self.turn: dict[Node, int] = {}
         returned = set(graph.output_node().all_input_nodes)
-        # A result that nobody takes, such as a number read and not used, may not draw what it is made of to its place.
+        # A result without a user, such as a number read in vain, may not draw what it is made of to its place.
         idle = {node: None for node in self.nodes if not (node.users or changed_by(node))}
         for node in reversed(self.nodes):
             if node in idle:
