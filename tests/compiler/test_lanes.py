@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from compiler.models import batches, make
-from compiler.passes.traced import call_of, placed, trace
+from compiler.passes.traced import TASKS, call_of, placed, step_of_two, trace
 from compiler.planned import POLICIES, events_of, layer_names, make_chain, random_costs, train
 from executed_is_planned import check_executed
 from gradweave.compiler.lanes import Carried, Clock, RegionRunner, _Streams, timeline_of
@@ -17,19 +17,6 @@ from gradweave.compiler.passes.regions import cut
 from gradweave.compiler.passes.slots import slot_operations
 from played_streams import Races, as_if_on_a_gpu
 
-
-def step_of_two(upper, lower, x):
-    y = x * lower
-    loss = y * upper
-    of_upper = loss + y
-    below = loss * upper
-    of_lower = below + x
-    lower.sub_(of_lower)
-    upper.sub_(of_upper)
-    return [loss]
-
-
-TASKS = "F0 F1 W1 X1 W0 U0 U1"
 ORDERS = {
     "one lane": "F0 F1 W1 X1 W0 X0 U0 U1",
     "weight gradients beside": "F0 F1 X1 W1b X0 W0b U0 U1",

@@ -5,27 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from compiler.passes.traced import call_of, placed, trace
+from compiler.passes.traced import TASKS, call_of, placed, step_of_two, trace
 from compiler.planned import POLICIES
 from gradweave.compiler.passes.regions import cut, with_own_views
 from gradweave.compiler.passes.slots import SlottedStep, slot_operations
 from gradweave.schedule import plan, single
 from gradweave.schedule.calls import step_call
 from schedule.strategies import costs
-
-
-def step_of_two(upper, lower, x):
-    y = x * lower
-    loss = y * upper
-    of_upper = loss + y
-    below = loss * upper
-    of_lower = below + x
-    lower.sub_(of_lower)
-    upper.sub_(of_upper)
-    return [loss]
-
-
-TASKS = "F0 F1 W1 X1 W0 U0 U1"
 
 
 def regions_of(order, tasks=TASKS, step=step_of_two, **options):

@@ -10,6 +10,21 @@ from gradweave.step_graph.tasks import Place
 SIZE = 4
 
 
+def step_of_two(upper, lower, x):
+    """A step of two layers: outputs, gradients, updates; its tasks are :data:`TASKS`."""
+    y = x * lower
+    loss = y * upper
+    of_upper = loss + y
+    below = loss * upper
+    of_lower = below + x
+    lower.sub_(of_lower)
+    upper.sub_(of_upper)
+    return [loss]
+
+
+TASKS = "F0 F1 W1 X1 W0 U0 U1"
+
+
 def trace(step, inputs):
     """The graph of a function of vectors, and its inputs."""
     mode = fake_mode()
