@@ -337,3 +337,26 @@ def test_a_batch_that_was_marked_dynamic_is_a_graph_like_any_other():
         torch._dynamo.maybe_mark_dynamic(x, 0)
         step(x, y)
     assert step.eager_reason is None
+
+
+def test_a_batch_that_comes_to_be_a_view_of_a_weight():
+    """Updates that run early would change it before it has been read for the last time."""
+
+    def trained(compiled):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+        optimizer = adamw(model.parameters())
+        step = gradweave.compile(model, loss_fn, optimizer, lower="replay") if compiled else None
+        generator = torch.Generator().manual_seed(2)
+        for number in range(8):
+            x = model[2].weight.detach() if 4 < number < 7 else torch.randn(6, 6, generator=generator)
+            y = torch.randint(0, 5, (6,), generator=generator)
+            if compiled:
+                step(x, y)
+            else:
+                loss_fn(model, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return list(model.parameters())
+
+    assert all(torch.equal(one, other) for one, other in zip(trained(True), trained(False), strict=True))

@@ -28,6 +28,7 @@ class Aliasing:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._addresses = [x.data_ptr() for x in tensors]
         self._groups = alias_groups(tensors)
+        self._memories = _memories(tensors)
 
     def holds_for(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether the tensors that are now in their places share memory in the same way."""
@@ -35,8 +36,17 @@ class Aliasing:
         if addresses != self._addresses:  # cheaper to compare than the groups, and nearly always equal
             if alias_groups(tensors) != self._groups:
                 return False
-            self._addresses = addresses
+            self._addresses, self._memories = addresses, _memories(tensors)
         return True
+
+    def meets(self, batch: Sequence[Any]) -> bool:
+        """Return whether a tensor of a batch lies in the memory of one of the tensors."""
+        return not self._memories.isdisjoint(_memories(batch))
+
+
+def _memories(values: Sequence[Any]) -> set[int]:
+    tensors = [x for x in values if isinstance(x, torch.Tensor)]
+    return {memory_of(x) for x in tensors if x.layout is torch.strided and x.numel()}
 
 
 def alias_groups(tensors: Sequence[torch.Tensor]) -> list[AliasGroup]:

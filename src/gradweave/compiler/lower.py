@@ -72,11 +72,15 @@ class Replay:
         traced: The step, with convolutions' backward split where W is to run apart from X.
         keep_order: Whether weights, buffers or state share memory.
         slotted: The step by the slots of its schedule; None if it has none.
+
+    Attributes:
+        keeps_order: Whether its operations run in the traced order for good.
     """
 
     def __init__(self, traced: TracedStep, *, keep_order: bool = False, slotted: SlottedStep | None = None) -> None:
         self._traced = traced
         self._slotted = slotted
+        self.keeps_order = slotted is None and keep_order
         self._has_final_order = keep_order or draws_in_update(traced.graph)
         self._carried = Carried()
         self._runner: RegionRunner | None = None

@@ -145,6 +145,16 @@ class _Variant:
         """The task of each operation, for a step that is recorded."""
         return self.traced.tasks(self.model)
 
+    @cached_property
+    def _own(self) -> frozenset[int]:
+        return frozenset(self.own)
+
+    def would_change_its_batch(self, inputs: Sequence[Any]) -> bool:
+        """Return whether updates may come before what is traced before them, and a batch has come to be of weights."""
+        if not isinstance(self.runnable, Replay) or self.runnable.keeps_order:
+            return False
+        return self.aliasing.meets([x for index, x in enumerate(inputs) if index not in self._own])
+
     def prove(self) -> None:
         """Become PROVEN after a run without error, if sizes allow it; a replay no longer needs to hold updates back."""
         if not has_data_dependent_sizes(self.traced.graph):
@@ -280,6 +290,7 @@ class Program:
             optimizer = variant.traced.optimizer
             fits = variant.purpose == purpose and same_objects(params, optimizer.params) and optimizer.fits()
             fits = fits and variant.aliasing.holds_for([inputs[index] for index in variant.own])
+            fits = fits and not variant.would_change_its_batch(inputs)
             if fits and variant.traced.holds(optimizer.numbers()) and variant.runnable.fits():
                 return variant
         return None
