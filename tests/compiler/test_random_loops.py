@@ -163,18 +163,26 @@ ACTIONS = st.one_of(
 )
 
 
+def batch_of(number, size):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(size, 4, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+
+
+def changes(what, value, *sides):
+    """Make a change on all sides, if it is one and no step."""
+    for side in sides if what in CHANGES else ():
+        CHANGES[what](side, value)
+    return what in CHANGES
+
+
 def check(name, actions):
     torch._dynamo.reset()
     stock, ours = (Side(OPTIMIZERS[name], compiled=compiled) for compiled in (False, True))
     everything = [("step", 0), ("step", 0), *actions, ("step", 0), ("step", 0)]
     for number, (what, value) in enumerate(everything):
-        if what in CHANGES:
-            for side in (stock, ours):
-                CHANGES[what](side, value)
+        if changes(what, value, stock, ours):
             continue
-        generator = torch.Generator().manual_seed(number)
-        size = 3 + value
-        batch = torch.randn(size, 4, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+        batch = batch_of(number, 3 + value)
         before = ours.everything()
         torch.manual_seed(number)
         try:
@@ -208,13 +216,9 @@ def check_by_policy(name, actions, policy):
     ours = Side(OPTIMIZERS[name], compiled=True, policy=policy)
     everything = [("step", 0)] * 4 + [*actions] + [("step", 0)] * 4
     for number, (what, value) in enumerate(everything):
-        if what in CHANGES:
-            for side in (stock, ours):
-                CHANGES[what](side, value)
+        if changes(what, value, stock, ours):
             continue
-        generator = torch.Generator().manual_seed(number)
-        size = 3 + value
-        batch = torch.randn(size, 4, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+        batch = batch_of(number, 3 + value)
         torch.manual_seed(number)
         try:
             loss = ours.take(batch) if what == "step" else ours.eager(batch)
